@@ -33,6 +33,7 @@ from rasura.data.columns import model_classes
 from rasura.data.text import load_labelled
 from rasura.integrations.flower.identities import make_identities
 from rasura.integrations.flower.new_app import new_app
+from rasura.victims.weights import classes_for
 
 DEFENSES = ("none", "sealing:param=0.1/scheme=bfv", "sealing:all/scheme=bfv")
 FLAGS = ("--insecure", "--host", "127.0.0.1")
@@ -188,7 +189,8 @@ def main() -> None:
             "identity": str(place / "identity-{client}.secret"),
         }  # fmt: skip
         if told.test:
-            rows = load_labelled(told.test, model_classes(told.model), told.model)[: told.tested]
+            count = classes_for(told.model, 0)
+            rows = load_labelled(told.test, model_classes(told.model), told.model, count=count)[: told.tested]
             lines = "".join(json.dumps({"text": e.text, "label": e.label}) + "\n" for e in rows)
             (place / "test.jsonl").write_text(lines, encoding="utf-8")
             common["test"] = str(place / "test.jsonl")

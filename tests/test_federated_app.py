@@ -6,6 +6,7 @@ import importlib
 import json
 import logging
 import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,28 @@ def test_names_of_labels_are_the_same_classes_for_every_client(app_modules: Path
     assert labels_of(app_modules, folder, named(folder, "1", "0", "1"), **agreed)[0] == [1, 0, 1]
 
 
+def test_numbers_of_labels_are_classes_of_the_model(
+    app_modules: Path, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A file that counts from 1 trained on other classes than the files of the others, and nothing was said."""
+    for numbers, wrong in (((1, 2, 3), 3), ((0, -1, 1), -1)):
+        file = named(folder, *map(str, numbers))
+        row = 1 + numbers.index(wrong)
+        with pytest.raises(
+            InputError, match=rf"row {row}: label {wrong} is none of the classes 0 .. 2 of .*same in every client"
+        ):
+            labels_of(app_modules, folder, file, **{"num-labels": 3})
+    told = (
+        "{}: labels {} of the classes 0 .. 2 of .*, and no others; each number must mean the class of the model that has it"
+    )
+    for numbers, few in (((1, 2, 1), "1, 2"), ((0, 2, 2), "0, 2"), ((0, 1, 2), "")):
+        caplog.clear()
+        file = named(folder, *map(str, numbers))
+        assert labels_of(app_modules, folder, file, **{"num-labels": 3})[0] == list(numbers)
+        lines = [r.getMessage() for r in caplog.records if r.name == "rasura.data" and "classes" in r.getMessage()]
+        assert len(lines) == bool(few) and all(re.fullmatch(told.format(file, few), line) for line in lines)
+
+
 def test_a_model_that_names_its_classes_numbers_the_labels_of_all(app_modules: Path, folder: Path) -> None:
     config = json.loads((folder / "model" / "config.json").read_text())
     config |= {"id2label": {"0": "no", "1": "yes"}, "label2id": {"no": 0, "yes": 1}}
@@ -91,10 +114,10 @@ def test_a_label_beside_its_name_has_the_number_of_that_class(tmp_path: Path) ->
     for number in (0, 1):
         file.write_text(json.dumps({"text": "w1", "label": number, "label_text": "positive"}))
         if number:
-            assert load_labelled(file, ("negative", "positive"), "M")[0].label == 1
+            assert load_labelled(file, ("negative", "positive"), "M", count=2)[0].label == 1
         else:
             with pytest.raises(InputError, match="other numbers than their names, and M has the classes negative, positive"):
-                load_labelled(file, ("negative", "positive"), "M")
+                load_labelled(file, ("negative", "positive"), "M", count=2)
 
 
 @pytest.mark.parametrize("defense", ["none", "sealing:all/by=secagg"])

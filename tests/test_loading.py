@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -291,6 +292,84 @@ def test_broken_adapters_are_refused(adapter: Path, what: str) -> None:
 def test_an_adapter_of_itself_is_refused(adapter: Path) -> None:
     change_config(adapter, "adapter_config.json", base_model_name_or_path=str(adapter))
     refused(adapter, "that is an adapter itself")
+
+
+def other_weights(folder: Path, made: Path) -> Path:
+    shutil.copytree(folder, made)
+    change_weights(made, lambda w: {n: t + 0.01 for n, t in w.items()})
+    return made
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.name == "rasura.victims.adapters"]
+
+
+def test_an_adapter_on_another_base_than_its_own_is_refused(adapter: Path, folder: Path, tmp_path: Path) -> None:
+    """Its answers would be those of no model, and an attack that finds nothing in them would say that nothing leaks."""
+    other = other_weights(folder, tmp_path / "other")
+    assert "whose weights are not those of" in refused(other, "names .*model as its base model", adapter=adapter)
+    shutil.copytree(folder, tmp_path / "copy")
+    for same in (folder, tmp_path / "copy"):
+        load(same, "classification", adapter=adapter)
+
+
+def test_that_a_base_is_not_known_to_be_the_named_one_is_said(
+    adapter: Path, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for named, what in (("someone/gone", "names someone/gone as its base model"), (None, "names no base model")):
+        change_config(adapter, "adapter_config.json", base_model_name_or_path=named)
+        load(folder, "classification", adapter=adapter)
+        line = (
+            f"{adapter} {what}, and is loaded on {folder}; whether that has the weights that it was trained on is not known"
+        )
+        assert said(caplog) == [line]
+        caplog.clear()
+
+
+def test_a_named_revision_of_a_folder_is_said_to_be_unknown(
+    adapter: Path, folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for usual in (None, "", "main"):
+        change_config(adapter, "adapter_config.json", revision=usual)
+        load(adapter, "classification")
+    assert said(caplog) == []
+    change_config(adapter, "adapter_config.json", revision="b" * 40)
+    load(adapter, "classification")
+    line = f"{adapter} names the revision {'b' * 40} of its base model; whether {folder} holds that one is not known"
+    assert said(caplog) == [line]
+    snapshot = folder.rename(tmp_path / ("b" * 40))
+    change_config(adapter, "adapter_config.json", base_model_name_or_path=str(snapshot))
+    load(adapter, "classification")
+    assert said(caplog) == [line], "a folder of the hub's cache is called by its revision"
+    change_config(adapter, "adapter_config.json", revision=3)
+    refused(adapter, "says revision = 3; expected text")
+
+
+def test_an_adapter_gets_the_revision_of_its_base_that_it_names(
+    adapter: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It got the newest one, whatever it named."""
+    from huggingface_hub import constants
+
+    cache = tmp_path / "hub" / "models--someone--base"
+    usual, named = "a" * 40, "b" * 40
+    other_weights(folder, cache / "snapshots" / usual)
+    shutil.copytree(folder, cache / "snapshots" / named)
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text(usual)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    change_config(adapter, "adapter_config.json", base_model_name_or_path="someone/base")
+
+    def first_query(*given: Any, **more: Any) -> Tensor:
+        weights = load(*given, "classification", **more).model.state_dict()
+        return next(t for n, t in weights.items() if "layer.0.attention.self.query" in n and n.endswith("weight"))
+
+    for revision in (None, named):
+        change_config(adapter, "adapter_config.json", revision=revision)
+        expected = first_query(cache / "snapshots" / (revision or usual))
+        assert torch.equal(first_query(adapter), expected)
+        assert torch.equal(first_query("someone/base", adapter=adapter), expected)
+    assert not torch.equal(expected, first_query("someone/base"))
 
 
 def test_image_weights_that_are_no_numbers_are_refused(tmp_path: Path) -> None:

@@ -197,6 +197,51 @@ def test_a_config_with_fewer_layers_is_refused_on_disk_as_in_memory(tmp_path: Pa
             load(tmp_path, "causal", on_disk=on_disk)
 
 
+SCALE = "model.layers.0.layer_scalar"
+
+
+@pytest.fixture
+def with_buffers(tmp_path: Path) -> Path:
+    """A decoder whose layers are scaled by buffers."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(
+        "gemma4_text", vocab_size=300, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
+        head_dim=16, global_head_dim=16, num_global_key_value_heads=4, intermediate_size=128, max_position_embeddings=64,
+        hidden_size_per_layer_input=0, layer_types=["full_attention"] * 2, pad_token_id=0, bos_token_id=1, eos_token_id=1,
+    )  # fmt: skip
+    model: Any = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.fill_(0.25)
+    saved(tmp_path)
+    model.save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_buffers_are_those_of_the_file(with_buffers: Path) -> None:
+    """They were those of a new model: another model was attacked."""
+    stored, whole = (load(with_buffers, "causal", on_disk=on_disk, attacked=False).model for on_disk in (True, False))
+    assert is_stored(stored) and stored.get_buffer(SCALE).tolist() == [0.25]
+    for name, buffer in whole.named_buffers():
+        assert torch.equal(stored.get_buffer(name), buffer) and stored.get_buffer(name).dtype is buffer.dtype
+    with torch.no_grad():
+        torch.testing.assert_close(stored(ids()).logits, whole(ids()).logits, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("value", "says"), [(None, f"lacks 1 of the .*{SCALE}"), (torch.ones(2), f"{SCALE} is .2,.; config")]
+)
+def test_a_buffer_that_is_missing_or_of_another_shape_is_refused(
+    with_buffers: Path, value: Tensor | None, says: str
+) -> None:
+    shards(with_buffers, {SCALE: value})
+    for on_disk in (True, False):
+        with pytest.raises(InputError, match=says):
+            load(with_buffers, "causal", on_disk=on_disk, attacked=False)
+
+
 def test_other_weights_in_the_folder_are_not_read(tmp_path: Path) -> None:
     place = saved(tmp_path)
     weights = load_file(place / "model.safetensors")

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +16,32 @@ import pytest
 import torch
 import transformers
 from audit_setting import TEXTS, model_folder
+from rows import GUESS, MANY, METRIC, column
 
 import rasura
 from rasura.core.errors import InputError
 from rasura.core.interfaces import Attack
-from rasura.core.specs import DefenseSpec
+from rasura.core.specs import AttackSpec, DefenseSpec
 from rasura.core.values import Reconstruction
 from rasura.defenses.dropout import dropout
 from rasura.defenses.noise import gaussian_noise
 from rasura.metrics.text import jaccard
-from rasura.registry import ATTACKS, DEFENSES, METRICS, Methods, adversaries, named_attacks, named_defenses, named_metrics
+from rasura.registry import (
+    ATTACKS,
+    DEFENSES,
+    METRICS,
+    SERVICE_ATTACKS,
+    SERVICE_PROTECTIONS,
+    Methods,
+    adversaries,
+    named_attacks,
+    named_defenses,
+    named_metrics,
+)
+from rasura.registry.services import parse_service_protection
 from rasura.report.page import write_report
+from rasura.report.verdicts import NOT_MEASURED, NOT_TOLD, verdict
+from rasura.runs.service_plan import ServicePlan
 
 __all__ = ["model_folder"]
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "plugin"
@@ -102,14 +117,81 @@ def test_objects_that_are_no_methods_are_refused_with_what_was_expected() -> Non
     assert isinstance(Rows(), Attack)
 
 
+ROLLED = DefenseSpec(name="rolled", about="rolls", source="own", make=lambda: dropout(0.2), example="rolled")
+
+
+def knowing(
+    own: DefenseSpec, *attacks: AttackSpec, beside: str = "", images: bool = False
+) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+    known = {**DEFENSES, own.name: own}
+    found = adversaries(
+        beside + own.name, images=images, defenses=known, attacks={**ATTACKS, **{a.name: a for a in attacks}}
+    )
+    return found.attacks, found.unknown, found.protection_readers
+
+
 def test_a_plug_in_cannot_say_that_nobody_needs_to_know_it() -> None:
-    for known_by in (None, (), ("span",)):
-        own = DefenseSpec(
-            name="rolled", about="rolls", source="own", make=lambda: dropout(0.2), example="rolled", known_by=known_by
-        )
-        found = adversaries("rolled", defenses={**DEFENSES, "rolled": own})
-        assert (found.attacks, found.unknown) == ((("span",), ()) if known_by else ((), ("rolled",)))
+    for known_by in (None, ()):
+        assert knowing(replace(ROLLED, known_by=known_by)) == ((), ("rolled",), ())
+        copied = replace(DEFENSES["gaussian"], name="own-gaussian", known_by=known_by)
+        assert knowing(copied) == ((), ("own-gaussian",), ()), "what makes it is Rasura's, and says nothing of who knows it"
     assert adversaries("fp16").unknown == adversaries("none").unknown == ()
+
+
+def test_an_attack_that_does_not_know_a_plug_in_does_not_speak_for_it() -> None:
+    """``span`` was not written for it. That it reads nothing there says nothing, and the verdict could hold."""
+    mine = replace(ATTACKS["embedding-rows"], name="mine", embedding=False)
+    knows = replace(mine, knows=("rolled",))
+    for known_by in (("span",), ("mine",), ("span", "mine")):
+        assert knowing(replace(ROLLED, known_by=known_by), mine) == (known_by, ("rolled",), ())
+    assert knowing(replace(ROLLED, known_by=("span", "mine")), knows) == (("span", "mine"), (), ()), "both must have run"
+    assert knowing(replace(ROLLED, known_by=("span",)), knows) == (("span",), ("rolled",), ()), "each must name the other"
+    assert knowing(replace(ROLLED, known_by=("mine",)), knows, images=True) == ((), ("rolled",), ())
+    reads_it = replace(knows, protection=True)
+    assert knowing(replace(ROLLED, known_by=("mine",)), reads_it) == (("mine",), (), ()), (
+        "it is shown to work, or not believed"
+    )
+    rows = replace(knows, embedding=True)
+    assert knowing(replace(ROLLED, known_by=("mine",)), rows, beside="frozen-embeddings+")[1] == ("rolled",)
+    with pytest.raises(InputError, match="rolled names the attack 'spam' in known_by, and there is no such attack"):
+        knowing(replace(ROLLED, known_by=("spam",)))
+
+
+def test_an_audit_refuses_an_attack_that_is_not_there_before_it_runs(model_folder: Path, tmp_path: Path) -> None:
+    rolled = replace(ROLLED, known_by=("spam",))
+    with pytest.raises(InputError, match="no such attack"):
+        rasura.audit(model=str(model_folder), data=TEXTS, attacks=["blind"], defenses=[rolled], out=tmp_path)
+
+
+def test_a_verdict_on_a_plug_in_needs_an_attack_that_names_it() -> None:
+    said = []
+    for knows in ((), ("rolled",)):
+        mine = replace(ATTACKS["span"], name="mine", knows=knows)
+        own = {"defenses": {"rolled": replace(ROLLED, known_by=("mine",))}, "attacks": {"mine": mine}}
+        known_by = asdict(adversaries("rolled", **own))
+        rows = [{**r, "known_by": known_by} for r in column("mine", "rolled", [GUESS] * MANY)]
+        said.append(verdict("rolled", rows, column("mine", "none", [1.0] * MANY), METRIC))
+    assert said[0].word == NOT_MEASURED and "no attack knows rolled" in said[0].says
+    assert said[1].word == NOT_TOLD
+
+
+def test_a_protection_of_a_service_is_not_taken_at_its_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    def known(**given: Any) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+        spec = replace(SERVICE_PROTECTIONS["santext+"], name="mine", **given)
+        monkeypatch.setitem(SERVICE_PROTECTIONS.specs, "mine", spec)
+        found = parse_service_protection("mine").adversaries
+        return found.attacks, found.unknown, found.protection_readers
+
+    assert known(known_by=()) == known(known_by=None) == ((), ("mine",), ())
+    assert known(known_by=("preimage",)) == (("preimage",), ("mine",), ("preimage",))
+    told = replace(SERVICE_ATTACKS["preimage"], name="reads-mine", knows=("mine",), protection=True)
+    monkeypatch.setitem(SERVICE_ATTACKS.specs, "reads-mine", told)
+    assert known(known_by=("preimage", "reads-mine")) == (("preimage", "reads-mine"), (), ("preimage",))
+    spec = replace(SERVICE_PROTECTIONS["santext+"], name="mine", known_by=("spam",))
+    monkeypatch.setitem(SERVICE_PROTECTIONS.specs, "mine", spec)
+    with pytest.raises(InputError, match="mine names the attack 'spam' in known_by"):
+        ServicePlan("a", "b", protections=("mine",)).checked()
+    assert parse_service_protection("none").adversaries.unknown == ()
 
 
 def test_nothing_given_stands_for_a_method_of_the_registry() -> None:

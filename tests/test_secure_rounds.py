@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
 from typing import Any
 
 import pytest
 import torch
 from flower_setting import app_of, flower, grid_of, of_stage
-from rounds_setting import FIRST, averaged, largest, model
+from rounds_setting import FIRST, averaged, largest, model, trained
 from torch import Tensor
 
 from rasura.core.interfaces import InputError
@@ -149,6 +150,31 @@ def test_clients_open_no_sum_of_fewer_than_they_agreed_on() -> None:
         made.start(grid=grid_of(3, app_of(agreed())), num_rounds=1)
     with pytest.raises(InputError, match="a round of 2 clients"):
         agreed(min_clients=2)
+
+
+def test_two_clients_are_told_that_each_has_the_others_update() -> None:
+    """Masks of two clients hide their updates from the server alone."""
+    from rasura.integrations.flower import strategy
+
+    records: list[logging.LogRecord] = []
+    keep = logging.Handler()
+    keep.emit = records.append  # type: ignore[method-assign]
+    asked = {"min_clients": 2, "allow_few_clients": True}
+    logging.getLogger("flwr").addHandler(keep)
+    try:
+        made = strategy(agreed(**asked), first_scale=FIRST, **asked)
+        made.start(grid=grid_of(2, app_of(agreed(**asked))), num_rounds=1)
+        strategy(agreed(), first_scale=FIRST).start(grid=grid_of(3, app_of(agreed())), num_rounds=1)
+    finally:
+        logging.getLogger("flwr").removeHandler(keep)
+    start = dict(made.agreement.start)
+    own, others = trained(0, start), trained(1, start)
+    assert largest({n: 2 * w - own[n] for n, w in weights(made).items()}, others) <= 4 * STEP + 1e-6
+    told = "a sum of 2 clients can be opened, and each can subtract its own update from it and obtain the other's"
+    lines = [r.getMessage().partition(told)[::2] for r in records if "can be opened" in r.getMessage()]
+    assert lines == [("min_clients = 2: ", "")] * 2 + [("round 1: ", "")] * 3, (
+        "two clients and the server, and none of three"
+    )
 
 
 def test_what_cannot_be_is_told_in_one_line() -> None:

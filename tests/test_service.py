@@ -212,6 +212,9 @@ def test_labels_that_are_text_must_be_classes_that_the_model_names(setting: Sett
         assert client.model("named")["classes"] == ["a", "b", "c"]
         with pytest.raises(InputError, match="has the classes a, b, c; give the numbers"):
             client.train("named", data, "wrong")
+        data.write_text("".join(json.dumps({"text": f"w{n}", "label": n}) + "\n" for n in (1, 2, 3)))
+        with pytest.raises(InputError, match=r"row 3: label 3 is none of the classes 0 \.\. 2 of named; give the numbers"):
+            client.train("named", data, "wrong")
         client.delete("named")
 
 

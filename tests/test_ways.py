@@ -116,8 +116,12 @@ def test_an_audit_of_secure_aggregation_shows_the_sum_in_whole_steps() -> None:
 @pytest.mark.parametrize(
     ("defense", "count", "why"),
     [
-        ("sealing:all/by=secagg", 1, "does not tell what can be read. A sum of 1 is never opened: add --clients"),
-        ("sealing:all/by=secagg", 2, "A sum of 2 is never opened"),
+        (
+            "sealing:all/by=secagg",
+            1,
+            "does not tell what can be read. A sum of 1 is opened only where it was asked for by name",
+        ),
+        ("sealing:all/by=secagg", 2, "A sum of 2 is opened only where it was asked for"),
         ("sealing:all/by=secagg/noise=1.0", 4, "noise in the sum has a guarantee"),
         ("sealing:param=0.1/by=secagg", 4, "entries that stay clear"),
     ],

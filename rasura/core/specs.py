@@ -81,7 +81,8 @@ class AttackSpec(MethodSpec):
     tokens with which the cost grows. ``pairs``: on several texts of a classifier, the product of texts and tokens from which
     the cost grows with that product; 0: it does not. ``work``: the factor of each budget level. ``portfolio``: what it runs,
     if it is one. ``embedding``: it reads only the gradient of the word embedding. ``protection``: it reads the protection
-    itself, so it cannot run without one.
+    itself, so it cannot run without one. ``knows``: the protections of other packages that it is written for, which name it
+    in ``known_by``.
     """
 
     make: Callable[[], Attack[Reconstruction]]
@@ -93,6 +94,7 @@ class AttackSpec(MethodSpec):
     tasks: frozenset[Task] = TEXT
     embedding: bool = False
     protection: bool = False
+    knows: tuple[str, ...] = ()
     home: Home = field(default_factory=Home)
 
 
@@ -138,9 +140,9 @@ class DefenseSpec(MethodSpec):
     options, which may be empty. ``example`` is the protection as users write it, at a setting that has an effect;
     ``neutral`` builds it at a setting without effect, if there is one. ``guarantee``: the formal guarantee, or ``none``.
     ``known_by``: the attacks that know how it works; a run must include all of them before a verdict says that the
-    protection stops anything. None means that no attack knows it; so does an empty tuple of a protection that is not
-    Rasura's. ``known_by_on_images``: the same for images. ``waits``: it acts by sending nothing. ``draws``: it is random, so
-    two updates of the same texts differ.
+    protection stops anything. None means that no attack knows it. Of a protection that is not Rasura's, an attack counts
+    only if it names the protection in turn (``knows``). ``known_by_on_images``: the same for images. ``waits``: it acts by
+    sending nothing. ``draws``: it is random, so two updates of the same texts differ.
     """
 
     make: Callable[..., Any]
@@ -199,13 +201,14 @@ class MembershipSpec(MethodSpec):
 class ServiceAttackSpec(MethodSpec):
     """An attack by a service's operator.
 
-    ``home``: a protection and a model family for which it must return a guess. ``protection``: it reads the protection
-    itself, so it cannot run without one.
+    ``home``: a protection and a model family for which it must return a guess. ``protection`` and ``knows``: as those of
+    ``AttackSpec``.
     """
 
     make: Callable[[], ServiceAttack]
     home: tuple[str, str] = ("obfuslm:k=4", "bert")
     protection: bool = False
+    knows: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,8 +223,7 @@ class ServiceProtectionSpec(MethodSpec):
     """A protection of a model service. ``make`` takes the model, its vocabulary, and options by name.
 
     ``example``: the protection as users write it, at a setting that has an effect. ``known_by``: the attacks that know how
-    it works; a run must include all of them before a verdict says that the protection stops anything. None means that no
-    attack knows it. ``known_by_with``: for an option, the attacks that replace them when that option is set.
+    it works, as in ``DefenseSpec``. ``known_by_with``: for an option, the attacks that replace them when that option is set.
     """
 
     make: Callable[..., Any]

@@ -5,7 +5,8 @@ Used by the step that sends, and by attacks that recompute what a guess would ha
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -38,16 +39,9 @@ def changed(
     """
     start: dict[str, Tensor] = {n: p for n, p in model.named_parameters() if n in set(names)}
     if local.kind == "fedsgd":
-        before = [p.requires_grad for p in start.values()]
-        try:
-            for p in start.values():
-                p.requires_grad_(True)
-            with torch.enable_grad():
-                loss = model(**inputs).loss
-                found = torch.autograd.grad(loss, list(start.values()), allow_unused=True)
-        finally:
-            for p, flag in zip(start.values(), before):
-                p.requires_grad_(flag)
+        with trained(start.values()), torch.enable_grad():
+            loss = model(**inputs).loss
+            found = torch.autograd.grad(loss, list(start.values()), allow_unused=True)
         return {n: g.detach().cpu() for n, g in zip(start, found) if g is not None}, float(loss.detach())
     own: dict[str, Tensor] = {n: p.detach().clone().requires_grad_(True) for n, p in start.items()}
     used: set[str] = set()
@@ -64,6 +58,19 @@ def changed(
 
     losses = run(own, size, local.round, gradient, order)
     return {n: ((start[n] - p).detach() / local.learning_rate).cpu() for n, p in own.items() if n in used}, losses[0]
+
+
+@contextmanager
+def trained(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Inside the block, ``parameters`` have gradients."""
+    before = [(p, p.requires_grad) for p in parameters]
+    try:
+        for p, _ in before:
+            p.requires_grad_(True)
+        yield
+    finally:
+        for p, flag in before:
+            p.requires_grad_(flag)
 
 
 def mini_batch(inputs: Mapping[str, Any], rows: Tensor) -> dict[str, Any]:

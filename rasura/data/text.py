@@ -109,17 +109,27 @@ def load_examples(
 
 
 def load_labelled(
-    source: str | Path, classes: Sequence[str], model: str, advice: str = "give the numbers of its classes"
+    source: str | Path, classes: Sequence[str], model: str, advice: str = "give the numbers of its classes", *, count: int
 ) -> Examples:
-    """Texts with the ``classes`` of a trained ``model`` as labels. Raises ``InputError`` for labels that are text and not
-    the names of these, or that have other numbers beside their names: numbers that the file alone gives could exchange
-    the classes. The message ends in ``advice``."""
+    """Texts with the ``classes`` of a trained ``model`` as labels, of which it has ``count``. A log line says which classes
+    numbers are of, where some have none: they may be counted from 1.
+
+    Raises ``InputError`` for labels that are text and not the names of these, or that have other numbers beside their names:
+    numbers that the file alone gives could exchange the classes. Also for numbers of no class. It ends in ``advice``."""
     found = load_examples(source, classes=classes)
     known, given = dict(enumerate(classes)), dict(enumerate(found.label_names or ()))
     if given and any(e.label is not None and known.get(e.label) != given[e.label] for e in found):
         fault = "are text" if not set(given.values()) <= set(classes) else "have other numbers than their names"
         names = f"has the classes {', '.join(classes)}" if classes else "does not name its classes"
         raise InputError(f"{source}: the labels {fault}, and {model} {names}; {advice}")
+    numbers = {e.label: e.row for e in reversed(found) if e.label is not None}
+    if wrong := [n for n in numbers if not 0 <= n < count]:
+        place = f"{source}, row {numbers[wrong[-1]]}"
+        raise InputError(f"{place}: label {wrong[-1]} is none of the classes 0 .. {count - 1} of {model}; {advice}")
+    if not given and 0 < len(numbers) < count:
+        few = ", ".join(map(str, sorted(numbers)[:20])) + (", ..." if len(numbers) > 20 else "")
+        told = f"{source}: labels {few} of the classes 0 .. {count - 1} of {model}, and no others"
+        _LOG.warning(f"{told}; each number must mean the class of the model that has it")
     return found
 
 

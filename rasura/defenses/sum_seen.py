@@ -15,7 +15,7 @@ from rasura.defenses.secure_aggregation.encoding import Blocks, Encoding, decode
 from rasura.defenses.secure_aggregation.messages import HEAD
 
 LEAST = 3
-"""Clients whose sum is opened, at least."""
+"""Clients whose sum is opened, at least, unless fewer were asked for by name."""
 
 BITS = 16
 
@@ -36,7 +36,8 @@ def check_sum(whole: bool, noise: float, clients: int) -> None:
     if clients < LEAST:
         raise Unseen(
             "secure aggregation shows the server the sum of the clients, so the message of one client does not tell what "
-            f"can be read. A sum of {clients} is never opened: add --clients 1,2,4,8,16,32, or --batch-size {LEAST} or more"
+            f"can be read. A sum of {clients} is opened only where it was asked for by name, and shows clients each other's "
+            f"updates: add --clients 1,2,4,8,16,32, or --batch-size {LEAST} or more"
         )
 
 

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from rasura.core.specs import AttackSpec, DefenseSpec
+from rasura.core.errors import InputError
+from rasura.core.specs import AttackSpec, DefenseSpec, ServiceAttackSpec
 from rasura.core.values import Grant
-from rasura.registry.collect import ours
+from rasura.registry.collect import Registry
 from rasura.registry.parsing import parts
 from rasura.registry.tables import ATTACKS, DEFENSES, MEMBERSHIP
 
@@ -18,11 +20,35 @@ class Adversaries:
     """``attacks`` know the protection, those of its parts together; no attack knows the parts ``unknown``.
 
     ``protection_readers``: those of ``attacks`` that read the protection itself, so they cannot be shown to work without it.
+    Only Rasura's are believed to work nevertheless.
     """
 
     attacks: tuple[str, ...]
     unknown: tuple[str, ...]
     protection_readers: tuple[str, ...]
+
+
+def is_known(
+    name: str, known_by: tuple[str, ...] | None, own: bool, attacks: Mapping[str, AttackSpec | ServiceAttackSpec]
+) -> bool:
+    """Whether an attack is taken to know the protection ``name``, which names the attacks ``known_by``.
+
+    Of Rasura's ``own`` protections that is tested, and rounding and no protection need none. Of others, an attack must name
+    the protection in turn: one that was not written for it may read nothing, and that would speak for the protection. Raises
+    ``InputError`` for names of no attack.
+    """
+    for one in known_by or ():
+        if one not in attacks:
+            raise InputError(f"the protection {name} names the attack {one!r} in known_by, and there is no such attack; "
+                "install it, pass it, or leave it out there")  # fmt: skip
+    return known_by is not None and (own or any(name in attacks[one].knows for one in known_by))
+
+
+def readers(
+    wanted: Iterable[str], registry: Registry[Any], attacks: Mapping[str, AttackSpec | ServiceAttackSpec]
+) -> tuple[str, ...]:
+    """Those of the attacks ``wanted`` that read the protection itself, and are Rasura's."""
+    return tuple(a for a in wanted if attacks[a].protection and registry.own(attacks[a]))
 
 
 def adversaries(
@@ -39,14 +65,13 @@ def adversaries(
     for name in names:
         spec = defenses.get(name)
         known_by = None if spec is None else spec.known_by_on_images if images else spec.known_by
-        # That nobody needs to know it is true of rounding and of no protection, and no other package can say it.
-        if spec is None or known_by is None or not (known_by or ours(spec.make)):
+        able = known_by
+        if known_by and "frozen-embeddings" in names:  # no gradient of the embeddings is sent
+            able = tuple(a for a in known_by if a not in attacks or not attacks[a].embedding)
+        if spec is None or (known_by and not able) or not is_known(name, able, DEFENSES.own(spec), attacks):
             unknown.append(name)
-        else:
-            wanted |= dict.fromkeys(known_by)
-    if "frozen-embeddings" in names:  # no gradient of the embeddings is sent
-        wanted = {a: None for a in wanted if not attacks[a].embedding}
-    return Adversaries(tuple(wanted), tuple(unknown), tuple(a for a in wanted if attacks[a].protection))
+        wanted |= dict.fromkeys(able or ())
+    return Adversaries(tuple(wanted), tuple(unknown), readers(wanted, ATTACKS, attacks))
 
 
 def membership_adversaries(defense: str) -> Adversaries:

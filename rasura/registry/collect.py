@@ -71,6 +71,10 @@ class Registry(Mapping[str, S]):
                 found |= {s.name: s for s in brought}
         return dict(sorted(found.items(), key=lambda item: (item[0] not in BASELINES, item[0])))
 
+    def own(self, spec: MethodSpec) -> bool:
+        """Whether ``spec`` is one of Rasura's, as it stands there: neither a plug-in's nor a changed copy."""
+        return any(spec is one for package in self.packages for one in specs_in(package))
+
     def _brought(self, point: EntryPoint) -> list[S]:
         loaded: Any = point.load()
         specs: list[Any] = [loaded] if isinstance(loaded, MethodSpec) else list(loaded)

@@ -14,7 +14,7 @@ from rasura.core.options import options
 from rasura.core.rng import generator, seeded
 from rasura.core.specs import ServiceProtectionSpec
 from rasura.core.values import Vocabulary
-from rasura.registry.adversaries import Adversaries
+from rasura.registry.adversaries import Adversaries, is_known, readers
 from rasura.registry.collect import named
 from rasura.registry.tables import SERVICE_ATTACKS, SERVICE_PROTECTIONS
 from rasura.service_protections.obfuslm.settings import ObfuscationSettings
@@ -42,10 +42,9 @@ class ServiceProtection:
         known_by = self.spec.known_by
         for option, others in self.spec.known_by_with.items():
             known_by = others if self.options.get(option) else known_by
-        if known_by is None:
-            return Adversaries((), (self.spec.name,), ())
-        readers = tuple(a for a in known_by if SERVICE_ATTACKS[a].protection)
-        return Adversaries(known_by, (), readers)
+        known = is_known(self.spec.name, known_by, SERVICE_PROTECTIONS.own(self.spec), SERVICE_ATTACKS)
+        wanted = known_by or ()
+        return Adversaries(wanted, () if known else (self.spec.name,), readers(wanted, SERVICE_ATTACKS, SERVICE_ATTACKS))
 
     def of(self, victim: Victim, seed: int, texts: Sequence[Sequence[int]] = ()) -> Service:
         """The service of ``victim`` behind this protection; its key is drawn from ``seed`` alone: an experiment.

@@ -25,7 +25,6 @@ from rasura.core.unchanged import CHANGED
 from rasura.core.values import Grant, Reconstruction, Task, Transcript
 from rasura.registry import (
     REGISTERED,
-    Adversaries,
     AttackLike,
     DefenseLike,
     Methods,
@@ -73,6 +72,8 @@ class Audit:
         self.methods, self.device, self.data = methods, device, data
         self.attacks, self.updates, self.metrics = chosen.attacks, chosen.updates, chosen.metrics
         self.defenses = chosen.defenses
+        among = {"images": bool(data.images), "defenses": methods.defenses, "attacks": methods.attacks}
+        self.known_by = {text: adversaries(text, **among) for text in self.defenses}
         self.victim = victim or load_victim(plan, data.num_labels, device)
         self.own = own_methods(methods, self.attacks, self.defenses, self.metrics)
         adapters = (local.adapter for local, _ in self.updates.values())
@@ -93,10 +94,11 @@ class Audit:
         batch = {c.key: self.batches[c.defense, c.batch_size][c.batch] for c in left}
         v, rng = self.victim, generator(self.plan.seed, "estimate")
         take = partial(step, on_cpu(v.model), task=v.task, vocabulary=v.vocabulary, rng=rng)  # where attacks run
-        known = {d: self._adversaries(d) for d in {c.defense for c in left}}
         loads = {key: load_of(b, v.model) for key, b in batch.items()}
         about = (level, measured_step(take, list(batch.values())), attacks)
-        found = {c.key: cell_seconds(c, loads[c.key], *about, known[c.defense], causal=v.task == "causal") for c in left}
+        found = {
+            c.key: cell_seconds(c, loads[c.key], *about, self.known_by[c.defense], causal=v.task == "causal") for c in left
+        }
         return {**found, left[0].key: found[left[0].key] + first}
 
     def run(
@@ -202,17 +204,13 @@ class Audit:
             examples=self.examples_in[cell.defense, cell.batch_size][cell.batch],
             status=status,
             reason=reason,
-            known_by=asdict(self._adversaries(cell.defense)),
+            known_by=asdict(self.known_by[cell.defense]),
             threat_plain=threat.plain,
             peak_mb=peak_mb(),
             device=self.device,
             versions=versions(),
             **found,
         )
-
-    def _adversaries(self, defense: str) -> Adversaries:
-        known = self.methods
-        return adversaries(defense, images=bool(self.data.images), defenses=known.defenses, attacks=known.attacks)
 
     def _attempt(
         self, attack: Attack[Reconstruction], cell: Cell, truth: Transcript, threat: ThreatModel

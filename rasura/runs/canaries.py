@@ -20,9 +20,10 @@ from rasura.core.files import read_limited, write_new
 from rasura.core.values import Task
 from rasura.data.text import Example, load_examples
 from rasura.runs.training import encoded
+from rasura.victims.adapters import revision_of
 from rasura.victims.loading import Victim, load, with_one_label, with_own_head
 from rasura.victims.outputs import answers
-from rasura.victims.weights import classes_for
+from rasura.victims.weights import classes_for, is_adapter
 
 COINS, MIXED = "canaries.json", "train.jsonl"
 """The canaries with their coins, which must stay secret; and the texts to train on."""
@@ -174,7 +175,9 @@ def measure(
     said = _answers(trained, task, examples)
     scores = -said.losses.numpy()
     if base is not None:
-        scores = scores + _answers(load(base, task, num_labels=labels, attacked=False), task, examples).losses.numpy()
+        revision = revision_of(Path(model), base) if is_adapter(model) else None
+        began = load(base, task, num_labels=labels, attacked=False, revision=revision)
+        scores = scores + _answers(began, task, examples).losses.numpy()
     included = np.array([one.included for one in canaries])
     asked = max(2, len(canaries) // 10 * 2) if guesses is None else guesses
     right = right_guesses(scores, included, asked)

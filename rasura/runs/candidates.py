@@ -124,7 +124,8 @@ def _labelled(file: str | Path, victim: Victim) -> list[Example]:
     another text."""
     if victim.task != "classification":
         return list(load_examples(file))
-    return list(load_labelled(file, class_names(getattr(victim.model.config, "id2label", None)), victim.name))
+    classes = class_names(getattr(victim.model.config, "id2label", None))
+    return list(load_labelled(file, classes, victim.name, count=victim.num_labels))
 
 
 def judged(score: float, others: Sequence[float]) -> tuple[float | None, str]:

@@ -17,7 +17,7 @@ from rasura.core.batches import Batch
 from rasura.core.errors import InputError, NotApplicable
 from rasura.runs.membership_plan import MembershipPlan
 from rasura.runs.membership_rows import body, told_by
-from rasura.victims.adapters import base_of, turns_off, with_adapter_like
+from rasura.victims.adapters import base_of, revision_of, turns_off, with_adapter_like
 from rasura.victims.loading import Victim, load, with_one_label, with_own_head
 from rasura.victims.outputs import answers
 from rasura.victims.weights import is_adapter
@@ -68,7 +68,9 @@ class QueriedModels:
         """The public model, with a head drawn from ``seed``."""
         task: Any = self.plan.task
         labels = self.victim.num_labels or 2
-        return load(str(self.plan.base), task, num_labels=labels, seed=seed, device=self.device, attacked=False)
+        base, adapter = str(self.plan.base), self.plan.model
+        revision = revision_of(Path(adapter), base) if is_adapter(adapter) else None
+        return load(base, task, num_labels=labels, seed=seed, device=self.device, attacked=False, revision=revision)
 
     def learning(self, victim: Victim, seed: int) -> nn.Module:
         """The model of ``victim`` as a shadow model trains it: with fresh adapters where the audited model has adapters."""

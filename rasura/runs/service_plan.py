@@ -57,7 +57,7 @@ class ServicePlan:
         """This plan. Raises ``InputError`` if it is wrong."""
         known("task", self.task, [t for t in get_args(Task) if t != "vision"])
         known("budget", self.budget, ("quick", "default", "paper"))
-        _ = self.parsed
+        _ = [protection.adversaries for protection in self.parsed.values()]
         for name in self.weights:
             known("weights", name, WEIGHTS)
         for name in self.attacks:

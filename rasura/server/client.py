@@ -133,7 +133,7 @@ class Client:
             about = self.model(name)
             labelled = about["kind"] == "classification"
             classes = [str(c) for c in about.get("classes", ())]  # older stores hold none
-            chosen = load_labelled(examples, classes, name) if labelled else load_examples(examples)
+            chosen = load_labelled(examples, classes, name, count=about["labels"]) if labelled else load_examples(examples)
         rows = self._rows(name, chosen, truncate)
         with tempfile.TemporaryDirectory() as place:
             write(rows, Path(place) / DATA)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import filecmp
+import logging
 import warnings
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +15,12 @@ from rasura.core.interfaces import InputError, MissingExtra
 from rasura.core.local import Adapter
 from rasura.core.rng import seeded
 from rasura.core.values import Task
+from rasura.victims.embedded import embedded_path
 from rasura.victims.models import parts
 from rasura.victims.on_disk import copied
 from rasura.victims.weights import check_files, first_line, is_adapter, read_config, some
+
+log = logging.getLogger(__name__)
 
 LARGEST_RANK = 10_000
 """Largest rank of an adapter that is loaded. A larger one would not be low-rank."""
@@ -30,6 +36,51 @@ def base_of(folder: Path) -> str:
     if is_adapter(base):
         raise InputError(f"{folder}/adapter_config.json names {base} as its base model, and that is an adapter itself")
     return base
+
+
+def revision_of(folder: Path, base: str) -> str | None:
+    """The revision that the adapter in ``folder`` names, where ``base``, on which it is loaded, is the hub id that it names;
+    otherwise None.
+
+    A log line says what is not known: whether a folder holds that revision, and whether another name is the same model.
+    Raises ``InputError`` where the named base is a folder with other weights.
+    """
+    base = str(embedded_path(base) or base)
+    config = read_config(folder / "adapter_config.json")
+    named, revision = (config.get(key) for key in ("base_model_name_or_path", "revision"))
+    if not isinstance(revision, str | None):
+        raise InputError(f"{folder}/adapter_config.json says revision = {str(revision)[:30]}; expected text")
+    there = Path(named) if isinstance(named, str) and Path(named).is_dir() else None
+    if there is not None and Path(base).is_dir():
+        if not _same_weights(there, Path(base)):
+            raise InputError(
+                f"{folder}/adapter_config.json names {named} as its base model, whose weights are not those of {base}; pass "
+                f"{named}, or name the base model there on which the adapter was trained"
+            )
+    elif named != base:
+        what = f"names {named} as its base model" if named else "names no base model"
+        _say(f"{folder} {what}, and is loaded on {base}; whether that has the weights that it was trained on is not known")
+        return None
+    if revision in (None, "", "main"):
+        return None
+    if not Path(base).is_dir():
+        return revision
+    if Path(base).resolve().name != revision:  # as in the hub's cache
+        _say(f"{folder} names the revision {revision} of its base model; whether {base} holds that one is not known")
+    return None
+
+
+def _same_weights(one: Path, other: Path) -> bool:
+    if one.samefile(other):
+        return True
+    files = [sorted(p.name for pattern in ("*.safetensors", "*.bin") for p in f.glob(pattern)) for f in (one, other)]
+    return files[0] == files[1] and all(filecmp.cmp(one / name, other / name, shallow=False) for name in files[0])
+
+
+@cache
+def _say(line: str) -> None:
+    """Log ``line`` once in a process."""
+    log.warning(line)
 
 
 def turns_off(folder: Path) -> bool:

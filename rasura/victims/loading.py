@@ -16,7 +16,7 @@ from torch import nn
 from rasura.core.interfaces import InputError
 from rasura.core.rng import seeded
 from rasura.core.values import NO_TEXT, Task, Vocabulary
-from rasura.victims.adapters import base_of, with_adapter
+from rasura.victims.adapters import base_of, revision_of, with_adapter
 from rasura.victims.embedded import embedded_path
 from rasura.victims.hub import check_hub_id
 from rasura.victims.on_disk import check_stored, needs_disk, stored_model
@@ -85,17 +85,19 @@ def load(
     attacked: bool = True,
     adapter: str | Path | None = None,
     on_disk: bool | None = None,
+    revision: str | None = None,
 ) -> Victim:
     """Load a classifier or causal model with its tokenizer, in eval mode, with eager attention, in float32.
 
     ``path_or_id`` is a folder, a hub id, ``"minilm"`` or ``"smollm2"``. A head that the folder lacks, or has with another
     number of classes than ``num_labels``, is drawn at random from ``seed``, with a log line; any other missing weight is
     refused. ``num_labels``: None for as many as the folder says, or two. A PEFT adapter folder is loaded on its base model
-    (extra ``rasura[lora]``), or on ``path_or_id`` where it is given as ``adapter``. For the task ``vision`` it is ``lenet``,
-    ``cnn`` or a safetensors file with the weights of one of them. ``attacked``: check that the parts which attacks on
-    updates need exist and work as expected; False for models that are only trained or queried. ``on_disk``: leave the
-    weights on disk (``rasura.victims.on_disk``); None: only for an attacked model whose weights need more than half of the
-    memory. Raises ``InputError`` if anything is wrong with the folder.
+    (extra ``rasura[lora]``), or on ``path_or_id`` where it is given as ``adapter``; another base than it names is refused or
+    said (``adapters.revision_of``). ``revision``: of a hub id, by default the one that an adapter names. For the task
+    ``vision`` it is ``lenet``, ``cnn`` or a safetensors file with the weights of one of them. ``attacked``: check that the
+    parts which attacks on updates need exist and work as expected; False for models that are only trained or queried.
+    ``on_disk``: leave the weights on disk (``rasura.victims.on_disk``); None: only for an attacked model whose weights need
+    more than half of the memory. Raises ``InputError`` if anything is wrong with the folder.
     """
     name = str(path_or_id)
     if task == "vision":
@@ -116,17 +118,18 @@ def load(
             raise InputError(f"{path} holds no config.json; expected a Hugging Face model folder")
     else:
         check_hub_id(name)
-    if base != source or adapter is not None:
-        num_labels = num_labels or classes_of(adapter or path)
-    stays = on_disk if attacked else bool(on_disk)
-    model, fresh = _model(base, name, task, num_labels, allow_pickle, trust_remote_code, seed, stays)
     if base != source and adapter is not None:
         raise InputError(f"{name} is an adapter itself; expected its base model beside the adapter {adapter}")
-    if base != source or adapter is not None:
-        model, fresh = with_adapter(model, path if adapter is None else Path(adapter), fresh)
+    tuned = path if base != source else None if adapter is None else Path(adapter)
+    if tuned is not None:
+        num_labels, revision = num_labels or classes_of(tuned), revision or revision_of(tuned, base)
+    stays = on_disk if attacked else bool(on_disk)
+    model, fresh = _model(base, name, task, num_labels, allow_pickle, trust_remote_code, seed, stays, revision)
+    if tuned is not None:
+        model, fresh = with_adapter(model, tuned, fresh)
     if not check_stored(model, name):
         check_finite(model, name)
-    tokenizer = load_tokenizer(source if has_tokenizer(path) else base, trust_remote_code)
+    tokenizer = load_tokenizer(source if has_tokenizer(path) else base, trust_remote_code, revision)
     return _victim(model, tokenizer, task, name, device, attacked, fresh, seed)
 
 
@@ -219,7 +222,15 @@ def _positions(model: nn.Module) -> int:
 
 
 def _model(
-    source: str, name: str, task: Task, num_labels: int | None, pickle: bool, remote: bool, seed: int, on_disk: bool | None
+    source: str,
+    name: str,
+    task: Task,
+    num_labels: int | None,
+    pickle: bool,
+    remote: bool,
+    seed: int,
+    on_disk: bool | None,
+    revision: str | None,
 ) -> tuple[nn.Module, tuple[str, ...]]:
     """The model in ``source``, and the weights of its head that were drawn from ``seed``."""
     import transformers
@@ -238,6 +249,7 @@ def _model(
         "attn_implementation": "eager",
         "use_safetensors": None if pickle else True,
         "trust_remote_code": remote,
+        "revision": revision or "main",
         "dtype": torch.float32,
         # Refused below, where it is no head, with the name of the weight.
         "ignore_mismatched_sizes": True,
@@ -246,7 +258,7 @@ def _model(
     if task == "classification" and num_labels is not None:
         options["num_labels"] = num_labels
     try:
-        known = AutoConfig.from_pretrained(source, trust_remote_code=remote)
+        known = AutoConfig.from_pretrained(source, trust_remote_code=remote, revision=options["revision"])
         check_config(known.to_dict(), name)
         if folder.is_dir() and not remote:
             with torch.device("meta"), torch.random.fork_rng(devices=[]):

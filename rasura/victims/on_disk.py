@@ -87,11 +87,11 @@ def _without_weights() -> Iterator[None]:
 
 
 def stored_model(make: Callable[[], nn.Module], folder: Path) -> nn.Module:
-    """The model that ``make`` makes, with the weights in ``folder``. Those of linear layers and embeddings stay on disk;
-    others are in memory in float32. All are frozen.
+    """The model that ``make`` makes, with the weights and buffers in ``folder``. Those of linear layers and embeddings stay
+    on disk; others are in memory in float32. All are frozen.
 
-    Raises ``InputError`` if a weight is missing, has another shape, or is not in a safetensors file, and for weights of
-    blocks that the config does not describe.
+    Raises ``InputError`` if a weight or a buffer is missing, has another shape, or is not in a safetensors file, and for
+    weights of blocks that the config does not describe.
     """
     with _without_weights():
         model = make()
@@ -119,6 +119,13 @@ def stored_model(make: Callable[[], nn.Module], folder: Path) -> nn.Module:
         if kind is not None:
             module.__class__ = kind
     missing = [n for n, parameter in lacking if parameter not in held]
+    for name, found, buffer in _buffers(files, model):
+        if found is None:
+            missing.append(name)
+        elif found.shape != buffer.shape:
+            mismatched.append((name, found.shape, buffer.shape))
+        else:
+            buffer.data = (found.float() if found.is_floating_point() else found).clone()
     if missing:
         raise InputError(
             f"{folder} lacks {len(missing)} of the model's weights ({some(missing)}); a model on disk cannot get a new head"
@@ -198,6 +205,16 @@ def _tensor(files: Mapping[str, Any], name: str, model: nn.Module) -> Tensor | N
             found: Tensor = files[key].get_tensor(key)
             return found
     return None
+
+
+def _buffers(files: Mapping[str, Any], model: nn.Module) -> Iterator[tuple[str, Tensor | None, Tensor]]:
+    """The name, the stored value and the own one of each buffer that is kept with the weights, such as the scale of a layer;
+    None where the files lack a value that the class of ``model`` needs."""
+    kept, optional = set(model.state_dict()), getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
+    for name, buffer in model.named_buffers():
+        found = _tensor(files, name, model) if name in kept else None
+        if name in kept and not (found is None and any(re.search(pattern, name) for pattern in optional)):
+            yield name, found, buffer
 
 
 def _not_read(files: Mapping[str, Any], model: nn.Module) -> list[str]:

@@ -36,13 +36,14 @@ def has_tokenizer(path: Path) -> bool:
     return any((path / name).is_file() for name in names)
 
 
-def load_tokenizer(source: str, trust_remote_code: bool) -> Any:
-    """The tokenizer of ``source``, a folder or a hub id. Raises ``InputError`` where there is none, or it is damaged."""
+def load_tokenizer(source: str, trust_remote_code: bool, revision: str | None = None) -> Any:
+    """The tokenizer of ``source``, a folder, or a hub id in its ``revision``. Raises ``InputError`` where there is none,
+    or it is damaged."""
     from transformers import AutoTokenizer
 
     if Path(source).is_dir() and not has_tokenizer(Path(source)):
         raise InputError(f"{source} holds no tokenizer: expected tokenizer.json or vocab.txt beside the weights")
     try:
-        return AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code, revision=revision or "main")
     except Exception as error:
         raise InputError(f"{source}: the tokenizer cannot be loaded ({first_line(error)})") from None

@@ -39,4 +39,5 @@ SPEC = AttackSpec(
     make=TouchedRows,
     seconds=0.1,
     embedding=True,
+    knows=("value-clip",),
 )

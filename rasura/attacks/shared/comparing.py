@@ -29,9 +29,8 @@ def _shown(
 def _products(pairs: Sequence[tuple[Tensor | None, Tensor]]) -> tuple[float, float, float]:
     """``<guess, observed>``, ``||guess||^2`` and ``||observed||^2``."""
     both = [(a, b) for a, b in pairs if a is not None]
-    return (
-        sum(_inner(a, b) for a, b in both), sum(_inner(a, a) for a, _ in both), sum(_inner(b, b) for _, b in pairs),
-    )  # fmt: skip
+    inner, own = sum(inner_product(a, b) for a, b in both), sum(inner_product(a, a) for a, _ in both)
+    return inner, own, sum(inner_product(b, b) for _, b in pairs)
 
 
 def relative_error(
@@ -49,7 +48,7 @@ def relative_error(
         return math.inf
     scale = (inner if turned else max(inner, 0.0)) / own
     # The difference itself, not 1 - cos^2: that would vanish below the square root of the precision.
-    error = sum(_inner(b, b) if a is None else _missed(a, b, scale) for a, b in pairs)
+    error = sum(inner_product(b, b) if a is None else _missed(a, b, scale) for a, b in pairs)
     return math.sqrt(error / square)
 
 
@@ -67,7 +66,7 @@ def cosine(
     return inner / math.sqrt(own * square) if 0 < own * square < math.inf else math.nan
 
 
-def _inner(a: Tensor, b: Tensor) -> float:
+def inner_product(a: Tensor, b: Tensor) -> float:
     """``<a, b>`` of flat tensors. Long float32 sums are off by up to a thousandth, so short ones are added up in float64."""
     if len(a) <= SMALL:
         return float((a.double() * b.double()).sum())

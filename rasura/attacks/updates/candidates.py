@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from rasura.attacks.shared.comparing import cosine
+from rasura.attacks.updates.text_gradients import TextGradient, TextGradients
 from rasura.core.errors import InputError
 from rasura.core.local import FEDSGD, Local
 from rasura.core.updates import changed
@@ -88,24 +89,37 @@ def like_earlier(
     signed: bool = True,
 ) -> list[bool]:
     """For each of ``texts``, whether it is much like one before it: that one's gradient of the parameters ``names`` agrees
-    with its own more than with the gradient of any of ``others``. Where that cannot be computed, it counts as alike.
+    with its own more than with the gradient of any of ``others``. Where that cannot be computed, it counts as alike. As many
+    gradients as fit in ``KEPT`` are compared with those of the others, each of which is computed once for all of them.
 
     A variant of a text in the round scores high because of that text. Texts that are unlike it are no evidence of how high
     a variant scores.
     """
+    if len(texts) < 2:
+        return [False] * len(texts)
+    gradients = TextGradients(model, names, visible, _moved(texts[0], model))
 
-    def near(text: Mapping[str, Tensor]) -> list[float]:
-        found, _ = changed(model, _moved(text, model), names)
-        told = [cosine(found, one, visible) for one in kept]
+    def made(text: Mapping[str, Tensor]) -> TextGradient:
+        return gradients(_moved(text, model))
+
+    def near(found: TextGradient) -> list[float]:
+        told = [found.cosine(one) for one in kept]
         return told if signed else [abs(c) for c in told]
 
-    out = [False] * len(texts)
-    size = sum(p.numel() * p.element_size() for n, p in model.named_parameters() if n in set(names))
-    block = max(1, KEPT // max(1, size))
-    for start in range(0, len(texts) - 1, block):
-        kept = [changed(model, _moved(text, model), names)[0] for text in texts[start : start + block]]
-        beside = [near(text) for text in others]
-        for k in range(start + 1, len(texts)):
-            alike = (not any(other[j] >= c for other in beside) for j, c in enumerate(near(texts[k])[: k - start]))
-            out[k] = out[k] or any(alike)
+    out, start = [False] * len(texts), 0
+    while not all(out[start + 1 :]):
+        kept: list[TextGradient] = []
+        while start + len(kept) < len(texts) and sum(one.bytes for one in kept) < KEPT:
+            kept.append(made(texts[start + len(kept)]))
+        later = [k for k in range(start + 1, len(texts)) if not out[k]]
+        own = {k: near(kept[k - start] if k - start < len(kept) else made(texts[k]))[: k - start] for k in later}
+        alike = {(k, j): c for k, every in own.items() for j, c in enumerate(every)}
+        for text in others:
+            if not alike:
+                break
+            other = near(made(text))
+            alike = {(k, j): c for (k, j), c in alike.items() if not other[j] >= c}
+        for k, _ in alike:
+            out[k] = True
+        start += len(kept)
     return out

@@ -20,6 +20,7 @@ from rasura.defenses import sealing
 from rasura.defenses.homomorphic_keys import LIMIT
 from rasura.defenses.secure_aggregation.encoding import CHECKS
 from rasura.defenses.secure_aggregation.messages import HEAD
+from rasura.integrations.flower.library import log
 from rasura.integrations.flower.scales import LEAST, MOST, Scale, each
 from rasura.registry import parse_defense, parts
 
@@ -134,7 +135,8 @@ def agree(
 
     ``model`` must be the same for all: the published weights, with a head drawn from a seed. So must ``classes``, the names
     of its classes in order, where labels are text: others are refused as other weights are. A client refuses to open a sum
-    of fewer than ``min_clients``, and less than three are refused without ``allow_few_clients``, where a defense seals.
+    of fewer than ``min_clients``. Less than three are refused without ``allow_few_clients``, where a defense seals; with it,
+    the log says here and in every such round that clients can obtain each other's updates.
     With secure aggregation and ``identities`` (``read_identities``), it checks that each key of a round was signed by one
     of them. Raises ``InputError`` for a mask that clients cannot agree on, sealing without a scheme or without
     keys, keys of another scheme, and weights in bfloat16.
@@ -160,6 +162,8 @@ def agree(
         if settings.scheme == "none":
             raise InputError("sealing without a scheme loses the sealed entries; write sealing:.../scheme=bfv")
         check_few(min_clients, allow_few_clients)
+        if told := few(min_clients):
+            log(f"min_clients = {min_clients}: {told}")
         if settings.scheme == "secagg":
             masked = sealing.agreed_mask(settings, model, list(start), seed)
             digest = mask_digest({n: ~m for n, m in masked.items()})
@@ -176,11 +180,20 @@ def agree(
 
 def check_few(min_clients: int, allow_few_clients: bool) -> None:
     """Refuse rounds of so few clients that each learns about the others, unless they are asked for by name."""
-    if min_clients < MIN_CLIENTS and not allow_few_clients:
+    if min_clients < 1 or (min_clients < MIN_CLIENTS and not allow_few_clients):
         raise InputError(
             f"a round of {min_clients} clients: with two, each can subtract its own update from the sum and obtain the "
             f"other's; expected at least {MIN_CLIENTS}, or pass allow_few_clients=True (allow-few-clients = true in the app)"
         )
+
+
+def few(clients: int) -> str:
+    """What it means that a sum of ``clients`` can be opened; empty for enough of them."""
+    if clients >= MIN_CLIENTS:
+        return ""
+    if clients == 1:
+        return "a sum of 1 client can be opened, and is that client's update"
+    return f"a sum of {clients} clients can be opened, and each can subtract its own update from it and obtain the other's"
 
 
 def _digest(weights: Mapping[str, Tensor], classes: Sequence[str]) -> str:

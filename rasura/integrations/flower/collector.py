@@ -22,7 +22,7 @@ from rasura.core.wire import from_bytes, to_bytes
 from rasura.defenses import homomorphic, homomorphic_keys, sealing
 from rasura.defenses.secure_aggregation.noise import NORM
 from rasura.defenses.secure_aggregation.server import RoundEnded
-from rasura.integrations.flower.agreement import MIN_CLIENTS, Agreement, check_few, check_sums, read_scales
+from rasura.integrations.flower.agreement import MIN_CLIENTS, Agreement, check_few, check_sums, few, read_scales
 from rasura.integrations.flower.identities import UNKNOWN
 from rasura.integrations.flower.rounds import Ticket
 from rasura.integrations.flower.scales import Scale, each
@@ -177,6 +177,8 @@ class Collector:
                 f"round {self.round}: {len(counted)} updates are valid, but at least {self.min_clients} are "
                 f"needed ({reasons})"
             )
+        if told := few(len(counted)):
+            self.log(f"round {self.round}: {told}")
         shares = sum(share for _, _, share in counted)
         summed = self._opened(shares)
         if self.seen is not None:

@@ -20,7 +20,8 @@ from rasura.core.rng import secret_generator
 from rasura.core.values import Message, Parameter, Stage
 from rasura.core.wire import from_bytes, to_bytes
 from rasura.defenses import homomorphic, sealing
-from rasura.integrations.flower.agreement import Agreement, check_sums, next_scales, read_scales
+from rasura.integrations.flower.agreement import Agreement, check_sums, few, next_scales, read_scales
+from rasura.integrations.flower.library import log
 from rasura.integrations.flower.scales import Scale
 from rasura.integrations.flower.secure_sums import Masking
 from rasura.victims.per_example import as_one
@@ -81,6 +82,8 @@ def opened(agreement: Agreement, clear: Mapping[str, Tensor], aggregate: bytes) 
             f"the aggregate is a sum of {clients} clients, of which each learns about the others; expected at least "
             f"{agreement.least}, as min_clients says in agree (min-clients in the app)"
         )
+    if told := few(clients):
+        log(f"the last round: {told}")
     _, scale = sealing.flattened(nothing, agreement.sealed, read_scales(message.header.get("scales"), agreement))
     held = homomorphic.Sealed(tuple(message.sealed.values()), clients)
     total = homomorphic.opened_sum(held, scale, agreement.keys) / shares

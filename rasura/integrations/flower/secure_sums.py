@@ -29,7 +29,8 @@ from rasura.defenses.secure_aggregation.encoding import Blocks, decoded, encoded
 from rasura.defenses.secure_aggregation.messages import SESSION, Round, Setting
 from rasura.defenses.secure_aggregation.noise import NORM, TAIL, clipped, discrete_gaussian, sigma_of
 from rasura.defenses.secure_aggregation.server import RoundEnded, Server
-from rasura.integrations.flower.agreement import Agreement, weights_digest
+from rasura.integrations.flower.agreement import Agreement, few, weights_digest
+from rasura.integrations.flower.library import log
 from rasura.integrations.flower.scales import Scale, each, exponents
 
 KEYS, SHARES, TRAIN, SIGNED, REVEALED = "keys", "shares", "train", "signed", "revealed"
@@ -92,7 +93,10 @@ def answered(
         return client.keys(), client.state()
     client = _resumed(setting, state, identity)
     if call.stage == SHARES:
-        return client.shares(call.data), client.state()
+        sent = client.shares(call.data)
+        if told := few(client.round.least):
+            log(f"round {call.number}: {told}")
+        return sent, client.state()
     if call.stage == SIGNED:
         return client.signed(call.data), client.state()
     if call.stage == REVEALED:
