@@ -360,8 +360,8 @@ def test_an_adapter_gets_the_revision_of_its_base_that_it_names(
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     change_config(adapter, "adapter_config.json", base_model_name_or_path="someone/base")
 
-    def first_query(*given: Any, **more: Any) -> Tensor:
-        weights = load(*given, "classification", **more).model.state_dict()
+    def first_query(given: str | Path, **more: Any) -> Tensor:
+        weights = load(given, "classification", **more).model.state_dict()
         return next(t for n, t in weights.items() if "layer.0.attention.self.query" in n and n.endswith("weight"))
 
     for revision in (None, named):

@@ -167,8 +167,8 @@ def test_a_verdict_on_a_plug_in_needs_an_attack_that_names_it() -> None:
     said = []
     for knows in ((), ("rolled",)):
         mine = replace(ATTACKS["span"], name="mine", knows=knows)
-        own = {"defenses": {"rolled": replace(ROLLED, known_by=("mine",))}, "attacks": {"mine": mine}}
-        known_by = asdict(adversaries("rolled", **own))
+        defenses = {"rolled": replace(ROLLED, known_by=("mine",))}
+        known_by = asdict(adversaries("rolled", defenses=defenses, attacks={"mine": mine}))
         rows = [{**r, "known_by": known_by} for r in column("mine", "rolled", [GUESS] * MANY)]
         said.append(verdict("rolled", rows, column("mine", "none", [1.0] * MANY), METRIC))
     assert said[0].word == NOT_MEASURED and "no attack knows rolled" in said[0].says

@@ -158,8 +158,8 @@ def test_two_clients_are_told_that_each_has_the_others_update() -> None:
 
     records: list[logging.LogRecord] = []
     keep = logging.Handler()
-    keep.emit = records.append  # type: ignore[method-assign]
-    asked = {"min_clients": 2, "allow_few_clients": True}
+    keep.emit = records.append  # type: ignore[method-assign, assignment]
+    asked: dict[str, Any] = {"min_clients": 2, "allow_few_clients": True}
     logging.getLogger("flwr").addHandler(keep)
     try:
         made = strategy(agreed(**asked), first_scale=FIRST, **asked)

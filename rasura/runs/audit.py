@@ -72,8 +72,8 @@ class Audit:
         self.methods, self.device, self.data = methods, device, data
         self.attacks, self.updates, self.metrics = chosen.attacks, chosen.updates, chosen.metrics
         self.defenses = chosen.defenses
-        among = {"images": bool(data.images), "defenses": methods.defenses, "attacks": methods.attacks}
-        self.known_by = {text: adversaries(text, **among) for text in self.defenses}
+        among = partial(adversaries, images=bool(data.images), defenses=methods.defenses, attacks=methods.attacks)
+        self.known_by = {text: among(text) for text in self.defenses}
         self.victim = victim or load_victim(plan, data.num_labels, device)
         self.own = own_methods(methods, self.attacks, self.defenses, self.metrics)
         adapters = (local.adapter for local, _ in self.updates.values())
