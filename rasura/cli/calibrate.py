@@ -116,9 +116,12 @@ def calibrate(
         max_length=max_length, text_column=text_column, pair_column=pair_column, label_column=label_column,
     )  # fmt: skip
     recipe = Recipe(epochs, train_batch_size, learning_rate, patience=epochs, seed=seed)
-    metric = risk or ("ssim" if kind == "vision" else "rougeL")
-    wanted = CalibrationPlan(plan, metric, at_most, steps, utility, train, test, train_limit, recipe)
+    wanted = CalibrationPlan(plan, risk or _usual_risk(kind), at_most, steps, utility, train, test, train_limit, recipe)
     run_calibration(wanted, folder, device_named(device), as_json, report_language)
+
+
+def _usual_risk(task: str) -> str:
+    return "ssim" if task == "vision" else "rougeL"
 
 
 def _one_source(file: str | None, text: list[str] | None) -> tuple[str, ...]:
