@@ -102,8 +102,8 @@ def like_earlier(
     def made(text: Mapping[str, Tensor]) -> TextGradient:
         return gradients(_moved(text, model))
 
-    def near(found: TextGradient) -> list[float]:
-        told = [found.cosine(one) for one in kept]
+    def near(found: TextGradient, among: Sequence[TextGradient]) -> list[float]:
+        told = [found.cosine(one) for one in among]
         return told if signed else [abs(c) for c in told]
 
     out, start = [False] * len(texts), 0
@@ -112,12 +112,12 @@ def like_earlier(
         while start + len(kept) < len(texts) and sum(one.bytes for one in kept) < KEPT:
             kept.append(made(texts[start + len(kept)]))
         later = [k for k in range(start + 1, len(texts)) if not out[k]]
-        own = {k: near(kept[k - start] if k - start < len(kept) else made(texts[k]))[: k - start] for k in later}
+        own = {k: near(kept[k - start] if k - start < len(kept) else made(texts[k]), kept[: k - start]) for k in later}
         alike = {(k, j): c for k, every in own.items() for j, c in enumerate(every)}
         for text in others:
             if not alike:
                 break
-            other = near(made(text))
+            other = near(made(text), kept)
             alike = {(k, j): c for (k, j), c in alike.items() if not other[j] >= c}
         for k, _ in alike:
             out[k] = True

@@ -21,14 +21,14 @@ from rasura.core.updates import changed, trained
 from rasura.victims.models import parts
 
 SMALLER = 4
-"""How many times less memory two narrow matrices must take than their product. Long texts are faster compared whole."""
+"""How many times fewer entries two narrow matrices must have than their product. Long texts are faster compared whole."""
 
 SAME = 1e-3
 """Relative difference up to which a gradient is that of the narrow matrices: float32 leaves 1e-5."""
 
 Sides = tuple[Tensor, Tensor]
-"""Matrices ``(tokens, rows)`` and ``(tokens, columns)`` whose product is a gradient. In place of the first, an embedding has
-its ids ``(tokens,)``."""
+"""Matrices ``(tokens, rows)`` and ``(tokens, columns)`` in float64 whose product is a gradient. In place of the first, an
+embedding has its ids ``(tokens,)``."""
 
 
 @dataclass(frozen=True)
@@ -91,9 +91,9 @@ class TextGradients:
         """The gradient of ``text``, as keyword arguments of the model. Tensors are on the CPU."""
         sides, whole = self._passed(text)
         for name in list(sides):
-            shape = self.model.get_parameter(name).shape
-            if SMALLER * sum(a.numel() + b.numel() for a, b in sides[name]) > shape.numel():
-                whole[name] = _product(sides.pop(name), shape)
+            weight = self.model.get_parameter(name)
+            if SMALLER * sum(a.numel() + b.numel() for a, b in sides[name]) > weight.numel():
+                whole[name] = _product(sides.pop(name), weight.shape).to(weight.dtype)
         whole = {n: g[self.visible[n]] if n in self.visible else g for n, g in whole.items()}
         found = TextGradient(whole, sides)
         return TextGradient(whole, sides, found.inner(found))
@@ -110,13 +110,13 @@ class TextGradients:
         for (name, module, turned, taken, _), back in zip(seen, found):
             if back is None:
                 continue
-            taken, back = taken.detach().cpu(), back.detach().cpu().flatten(0, -2)
+            taken, back = taken.detach().cpu(), back.detach().cpu().double().flatten(0, -2)
             if isinstance(module, nn.Embedding):
                 ids = taken.flatten()
                 real = torch.ones_like(ids, dtype=torch.bool) if module.padding_idx is None else ids != module.padding_idx
                 sides[name].append((ids[real], back[real]))
             else:
-                taken = taken.flatten(0, -2)
+                taken = taken.double().flatten(0, -2)
                 sides[name].append((taken, back) if turned else (back, taken))
         rest = zip(others, found[len(seen) :])
         return sides, {n: g.detach().cpu() for n, g in rest if g is not None}
@@ -148,7 +148,7 @@ def _watched(layers: Mapping[str, Sequence[tuple[nn.Module, bool]]]) -> Iterator
 
 def _product(uses: Sequence[Sides], shape: torch.Size) -> Tensor:
     """The gradient ``(rows, columns)`` that the sides make."""
-    out = torch.zeros(shape, dtype=uses[0][1].dtype)
+    out = torch.zeros(shape, dtype=torch.float64)
     for a, b in uses:
         out = out.index_add_(0, a, b) if a.dim() == 1 else out.addmm_(a.T, b)
     return out
@@ -162,17 +162,17 @@ def _is_product(uses: Sequence[Sides], gradient: Tensor) -> bool:
 
 
 def _across(a: Tensor, b: Tensor) -> Tensor:
-    """``a @ b.T`` in float64 of two first sides: matrices, or ids, which stand for rows of the unit matrix."""
+    """``a @ b.T`` of two first sides: matrices, or ids, which stand for rows of the unit matrix."""
     if a.dim() == b.dim() == 1:
         return (a[:, None] == b).double()
     if a.dim() == 1:
-        return b[:, a].T.double()
-    return a[:, b].double() if b.dim() == 1 else a.double() @ b.double().T
+        return b[:, a].T
+    return a[:, b] if b.dim() == 1 else a @ b.T
 
 
 def _narrow(uses: Sequence[Sides], others: Sequence[Sides]) -> float:
-    return sum(float((_across(a, c) * (b.double() @ d.double().T)).sum()) for a, b in uses for c, d in others)
+    return sum(float((_across(a, c) * (b @ d.T)).sum()) for a, b in uses for c, d in others)
 
 
 def _mixed(uses: Sequence[Sides], whole: Tensor) -> float:
-    return sum(float(((whole[a] if a.dim() == 1 else a @ whole).double() * b.double()).sum()) for a, b in uses)
+    return sum(float(((whole[a] if a.dim() == 1 else a @ whole.double()) * b).sum()) for a, b in uses)
