@@ -126,7 +126,7 @@ class MembershipAudit:
             seed = self.plan.learning.seed + 1 + number
             victim, defense = self.models.fresh(seed), self.plan.parts
             behind = protected(rows, defense, victim.model, victim.vocabulary, place / "protected", seed)
-            # No text is held out: an shadow model ends where its recipe ends, or where nothing more is learned.
+            # No text is held out: a shadow model ends where its recipe ends, or where nothing more is learned.
             model = self.models.learning(victim, seed)
             run = FineTuning(
                 model, behind, defense, replace(self.plan.learning, seed=seed), place, task=victim.task,
