@@ -8,10 +8,12 @@ import random
 import re
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -102,17 +104,29 @@ def test_resuming_gives_the_same_records(tmp_path: Path, model_folder: Path) -> 
     assert list(audit(plan, out=tmp_path / "parts")) == []
 
 
-def run_and_kill(arguments: list[str], delay: float) -> None:
+def run_and_kill(arguments: list[str], folder: Path, more: int) -> None:
+    """Kill the run when it has stored ``more`` records."""
+
+    def stored() -> int:
+        try:
+            with closing(sqlite3.connect(f"file:{folder / 'run.sqlite'}?mode=ro", uri=True)) as store:
+                return int(store.execute("SELECT COUNT(*) FROM records").fetchone()[0])
+        except sqlite3.OperationalError:  # not begun
+            return 0
+
+    wanted = stored() + more
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(arguments, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    time.sleep(delay)
+    while stored() < wanted and process.poll() is None:
+        time.sleep(0.01)
+    assert process.poll() is None, "it ended before it was killed"
     process.send_signal(signal.SIGKILL)
     process.wait()
 
 
 @pytest.mark.parametrize("times", [2, pytest.param(10, marks=pytest.mark.slow)])
 def test_killed_runs_resume_to_the_same_records(tmp_path: Path, model_folder: Path, times: int) -> None:
-    plan = plan_for(model_folder, seeds=3)
+    plan = plan_for(model_folder, seeds=times // 2)
     config = tmp_path / "plan.toml"
     fields = {k: v for k, v in plan.canonical().items() if v is not None}
     config.write_text("\n".join(f"{k} = {json.dumps(v)}" for k, v in fields.items()))
@@ -120,13 +134,13 @@ def test_killed_runs_resume_to_the_same_records(tmp_path: Path, model_folder: Pa
     command = [sys.executable, "-m", "rasura", "audit", "--config", str(config), "--out", str(folder)]
     chance = random.Random(times)
     for _ in range(times):
-        run_and_kill(command, chance.uniform(3.0, 8.0))
+        run_and_kill(command, folder, chance.randint(1, 12))
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     list(audit(plan, out=tmp_path / "whole"))
     assert comparable(folder) == comparable(tmp_path / "whole")
     lines = (folder / "records.jsonl").read_text().splitlines()
-    assert len(lines) == 81 and len({json.loads(line)["key"] for line in lines}) == 81
+    assert len(lines) == 27 * plan.seeds == len({json.loads(line)["key"] for line in lines})
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ metrics = ["rouge1", "position_exact"]
 [plan]
 data = "notes.csv"
 attacks = ["blind", "span"]
-defenses = ["none", "sign"]
+defenses = ["none", "fp16"]
 batch_sizes = [1]
 limit = 2
 budget = "quick"
@@ -67,7 +67,7 @@ def test_a_study_goes_on_from_the_records_beside_its_results(place: Path) -> Non
     assert [line.split(" | ")[3:6] for line in told[:2]] == [
         line.split(" | ")[3:6] for line in first.splitlines() if line.startswith(("| span", "| blind"))
     ]
-    run("--defense", "sign")
+    run("--defense", "fp16")
     assert len(place.read_text().splitlines()) == 1 + 8
 
 

@@ -87,7 +87,8 @@ def test_places_that_hardly_change_an_input_are_no_control(defense: str) -> None
     assert sorted(found.tokens[0]) == sorted(text)
 
 
-@pytest.mark.parametrize("update", [pytest.param("fedsgd+sign", marks=pytest.mark.slow), "fedavg-adamw:1"])
+@pytest.mark.slow
+@pytest.mark.parametrize("update", ["fedsgd+sign", "fedavg-adamw:1"])
 def test_signs_alone_give_the_text(minilm: Victim, update: str) -> None:
     guess = Pursuit()(sent_by(minilm, update), rng=generator(0), budget=Budget())
     assert minilm.vocabulary.text(guess.tokens[0]) == NOTE
