@@ -48,6 +48,7 @@ MOVED: Mapping[str, Mapping[str, str]] = {
     "audit": {"service": "Input", "clients": "Input"},
     "train": {"service": "Protections", "batch_size": "Training", "update": "Training", "unit": "Protections"},
     "membership": {"batch_size": "Training"},
+    "serve": {"max_memory": "Run"},
     "diagnose": {"batch_size": "Training", "examples": "Training", "texts": "Input"},
     "check-dp": {
         "batch_size": "Clients and rounds",

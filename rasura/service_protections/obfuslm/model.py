@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from rasura.core.interfaces import InputError
 from rasura.core.rng import Randomness, permutation, secret_generator
 from rasura.service_protections.obfuslm.clusters import Clusters, embed_cluster
-from rasura.service_protections.obfuslm.residual import change_stream, model_head
+from rasura.service_protections.obfuslm.residual import change_stream, check_stream, model_head
 from rasura.service_protections.obfuslm.settings import ObfuscationSettings
 from rasura.service_protections.obfuslm.synthesis import calibrated_synth, weight_synth
 from rasura.victims.models import layer_output, parts
@@ -55,12 +55,15 @@ def obfuscate(
     not allow, and for a model that looks tokens up in a second table.
     """
     rows = range(len(model.get_parameter(parts(model).word_embedding)))
-    if second := _token_tables(model, list(islice((i for i in rows if i not in fixed), 8))):
+    some = list(islice((i for i in rows if i not in fixed), 8))
+    if second := _token_tables(model, some):
         raise InputError(
             f"{type(model).__name__} looks tokens up in {second[0]} as well, whose rows would keep the public order; "
             "ObfusLM knows models with one table of tokens"
         )
     made = model if in_place else copy.deepcopy(model)
+    if settings.plus:
+        check_stream(made, torch.tensor([some], device=next(made.parameters()).device))
     known = parts(made)
     table = made.get_submodule(known.word_embedding.rsplit(".", 1)[0]).weight
     assert isinstance(table, Tensor)

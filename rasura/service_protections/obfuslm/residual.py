@@ -15,9 +15,26 @@ from torch import Tensor, nn
 from rasura.core.interfaces import InputError
 from rasura.victims.models import QKV_NAMES, Linear, parts
 
-READS = QKV_NAMES | {"gate_proj", "up_proj", "c_fc", "lin1", "intermediate.dense", "fc1"}
-WRITES = frozenset({"o_proj", "down_proj", "out_lin", "lin2", "output.dense", "c_proj", "fc2"})
-"""Names, in the model families, of the layers that read the stream and of those whose outputs are added to it."""
+READS = QKV_NAMES | {
+    "gate_proj",
+    "up_proj",
+    "gate_up_proj",
+    "c_fc",
+    "lin1",
+    "intermediate.dense",
+    "fc1",
+    "dense_h_to_4h",
+    "Wi",
+}
+WRITES = frozenset(
+    {"attn.o", "o_proj", "down_proj", "out_lin", "lin2", "output.dense", "c_proj", "fc2", "dense_4h_to_h", "Wo"}
+    | {"attention.dense", "self_attention.dense", "self_attn.dense", "self_attn.out_proj", "attn.out_proj"}
+)
+"""Names, in the model families, of the layers that read the stream and of those whose outputs are added to it. What they
+lack, ``check_stream`` finds."""
+
+SAME = 1e-4
+"""Relative difference of answers up to which they are the same: float32 leaves 1e-6."""
 
 
 def _named(module: str, names: frozenset[str]) -> bool:
@@ -64,7 +81,10 @@ def stream_axes(model: nn.Module) -> Iterator[tuple[Tensor, int]]:
             f"{type(model).__name__}: its head has more than one layer ({outside[0].module}); --plus supports "
             "classifiers, and causal models like GPT-2 and Llama"
         )
+    behind = outside[0].module.rpartition(".")[0] + "." if outside and "." in outside[0].module else None
     for name, module in model.named_modules():
+        if behind is not None and name.startswith(behind):
+            continue  # ModernBERT normalises what the first layer of its head gives
         if isinstance(module, nn.Embedding) and module.embedding_dim == known.hidden:
             yield from once(module.weight, 1)
         elif _is_norm(module) and not name.endswith(("q_norm", "k_norm")) and len(module.weight) == known.hidden:
@@ -84,6 +104,34 @@ def model_head(model: nn.Module) -> nn.Module | None:
     getter = getattr(model, "get_output_embeddings", None)
     head = getter() if callable(getter) else None
     return head if isinstance(head, nn.Module) else None
+
+
+@torch.no_grad()
+def check_stream(model: nn.Module, ids: Tensor) -> None:
+    """Raise ``InputError`` unless all weights on the stream are known: with its dimensions in another order, ``model`` must
+    give the same answers to ``ids`` ``(texts, tokens)``. A weight that is left out would keep the public order, and tell it.
+    """
+    words, known = model.get_parameter(parts(model).word_embedding), parts(model)
+    if words.shape[1] != known.hidden:
+        raise InputError(
+            f"{type(model).__name__}: its word embedding has {words.shape[1]} dimensions and the model {known.hidden}, "
+            "which --plus cannot mix together; leave out --plus"
+        )
+
+    def answers() -> Tensor:
+        out: Tensor = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits.double()
+        return out - out.mean(-1, keepdim=True)
+
+    list(stream_axes(model))  # some models that are refused there take no such text
+    before = answers()
+    change_stream(model, lambda x: x.flip(0))
+    after = answers()
+    change_stream(model, lambda x: x.flip(0))
+    if not float((after - before).norm()) <= SAME * float(before.norm()):
+        raise InputError(
+            f"{type(model).__name__}: not all of its weights on the residual stream are known, which --plus needs; "
+            "leave out --plus"
+        )
 
 
 @torch.no_grad()
