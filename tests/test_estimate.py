@@ -40,7 +40,8 @@ def seconds(
     inputs: int = 0,
     width: int | None = None,
 ) -> float:
-    cell = Cell(attack, "fedsgd", "none", "honest-server", texts, 0, 0, "key")
+    defense = "ghost" if ATTACKS[attack].protection else "none"
+    cell = Cell(attack, "fedsgd", defense, "honest-server", texts, 0, 0, "key")
     return cell_seconds(cell, Load(tokens, tokens, inputs, width), level, step, ATTACKS, known, causal=causal)
 
 
@@ -137,6 +138,17 @@ def test_a_single_batch_is_measured_beside_the_beginning_of_one_of_its_texts(mod
     measured_step(lambda batch: taken.append(tuple(batch.input_ids.shape)), audit.batches["none", 4])
     assert taken[:2] == [(1, 11)] * 2 and taken[2][0] == 4 and taken[2][1] > 40
     assert set(audit.estimate()) == {c.key for c in audit.cells}
+
+
+def test_what_an_attack_learns_once_counts_once_for_each_protection(model_folder: Path) -> None:
+    plan = plan_for(model_folder, attacks=("blind", "ghost-generation"), defenses=("ghost", "ghost:group=4"))
+    audit = Audit(plan)
+    found = audit.estimate(first=0.0)
+    spec, long = ATTACKS["ghost-generation"], [c for c in audit.cells if found[c.key] > 20 * min(found.values())]
+    assert [(c.attack, c.defense, c.batch) for c in long] == [("ghost-generation", d, 0) for d in plan.defenses]
+    assert spec.once > 100 * spec.seconds
+    (idle,) = {found[c.key] for c in audit.cells if c.defense == "none" and c.attack == "ghost-generation" and c.batch == 0}
+    assert idle < 1, "it does not run without a protection"
 
 
 def test_only_cells_that_are_left_are_estimated(tmp_path: Path, model_folder: Path) -> None:

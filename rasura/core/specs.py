@@ -77,7 +77,8 @@ class AttackSpec(MethodSpec):
     """An attack on an update.
 
     ``make`` builds it. ``seconds`` is a rough cost in CPU seconds for one text of 11 tokens on MiniLM (or one image), used
-    only for estimates: the cost on other models scales with their step. ``growth``: beyond that, the power of the number of
+    only for estimates: the cost on other models scales with their step. ``once``: what the first text behind a protection
+    takes beyond that, where the others use what it learned. ``growth``: beyond that, the power of the number of
     tokens with which the cost grows. ``pairs``: on several texts of a classifier, the product of texts and tokens from which
     the cost grows with that product; 0: it does not. ``work``: the factor of each budget level. ``portfolio``: what it runs,
     if it is one. ``embedding``: it reads only the gradient of the word embedding. ``protection``: it reads the protection
@@ -87,6 +88,7 @@ class AttackSpec(MethodSpec):
 
     make: Callable[[], Attack[Reconstruction]]
     seconds: float
+    once: float = 0.0
     growth: float = 0.0
     pairs: float = 0.0
     work: Mapping[str, float] = field(default_factory=lambda: WORK)

@@ -43,7 +43,7 @@ from rasura.runs.audit_models import AuditModels, load_language_model, load_vict
 from rasura.runs.cells import Cell, by_step, enumerated
 from rasura.runs.chosen_methods import chosen_methods
 from rasura.runs.described import code_of, describe_run, own_methods
-from rasura.runs.estimate import FIRST, cell_seconds, image_seconds, load_of, measured_step
+from rasura.runs.estimate import FIRST, all_seconds, image_seconds, load_of, measured_step
 from rasura.runs.guesses import well_formed
 from rasura.runs.lending import Lending
 from rasura.runs.plans import Plan
@@ -95,10 +95,8 @@ class Audit:
         v, rng = self.victim, generator(self.plan.seed, "estimate")
         take = partial(step, on_cpu(v.model), task=v.task, vocabulary=v.vocabulary, rng=rng)  # where attacks run
         loads = {key: load_of(b, v.model) for key, b in batch.items()}
-        about = (level, measured_step(take, list(batch.values())), attacks)
-        found = {
-            c.key: cell_seconds(c, loads[c.key], *about, self.known_by[c.defense], causal=v.task == "causal") for c in left
-        }
+        own = measured_step(take, list(batch.values()))
+        found = all_seconds(left, loads, level, own, attacks, self.known_by, causal=v.task == "causal")
         return {**found, left[0].key: found[left[0].key] + first}
 
     def run(

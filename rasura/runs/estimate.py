@@ -145,6 +145,8 @@ def cell_seconds(
         return float(usual * own * (load.tokens / REFERENCE_TOKENS) ** spec.growth * more)
 
     spec = attacks[cell.attack]
+    if spec.protection and cell.defense == "none":
+        return own + BESIDE  # it does not run
     seconds = cost(spec)
     if (portfolio := spec.portfolio) is not None:
         hard = {a for a in known_by.attacks if a in attacks} - portfolio.always
@@ -153,6 +155,25 @@ def cell_seconds(
             ends = portfolio.instead if portfolio.instead in hard else portfolio.last
             seconds += sum(cost(attacks[a]) for a in {*hard, ends})
     return own + BESIDE + seconds
+
+
+def all_seconds(
+    cells: Sequence[Cell],
+    loads: Mapping[str, Load],
+    level: str,
+    step: StepTime,
+    attacks: Mapping[str, AttackSpec],
+    known_by: Mapping[str, Adversaries],
+    *,
+    causal: bool = False,
+) -> dict[str, float]:
+    """``cell_seconds`` of each of ``cells``, by its key like ``loads``; ``known_by`` is by protection. The first cell of an
+    attack behind a protection has what is learned once as well."""
+    found = {c.key: cell_seconds(c, loads[c.key], level, step, attacks, known_by[c.defense], causal=causal) for c in cells}
+    for cell in {(c.attack, c.defense): c for c in reversed(cells) if c.defense != "none"}.values():
+        spec = attacks[cell.attack]
+        found[cell.key] += spec.once * spec.work[level] * step(REFERENCE_TOKENS) / REFERENCE_SECONDS
+    return found
 
 
 def image_seconds(cell: Cell, level: str, attacks: Mapping[str, AttackSpec]) -> float:

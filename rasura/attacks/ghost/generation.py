@@ -156,7 +156,8 @@ SPEC = AttackSpec(
     about="against ghost: a model trained on reference texts predicts the original tokens",
     source="GHOST, sec. 5.7 and app. A.2",
     make=ShadowGeneration,
-    seconds=60.0,
+    seconds=0.3,
+    once=300.0,
     protection=True,
     home=Home(defense="ghost"),
 )
@@ -166,7 +167,8 @@ FREE = AttackSpec(
     about="against ghost: the same without knowledge of which tokens a substitute can stand for",
     source="GHOST, sec. 5.7 and app. A.2",
     make=lambda: ShadowGeneration("ghost-generation-free", free=True),
-    seconds=60.0,
+    seconds=0.3,
+    once=300.0,
     protection=True,
     home=Home(defense="ghost"),
 )

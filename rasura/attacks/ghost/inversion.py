@@ -223,7 +223,8 @@ LATTICE = AttackSpec(
     about="against ghost: decodes substitutes by their probability and a language model",
     source="Rasura",
     make=lattice,
-    seconds=60.0,
+    seconds=0.2,
+    once=3.0,
     protection=True,
     home=Home(defense="ghost"),
 )
@@ -233,7 +234,8 @@ SAMPLING = AttackSpec(
     about="against ghost: samples a token by its similarity to the substitute",
     source="GHOST, sec. 5.7",
     make=sampling,
-    seconds=60.0,
+    seconds=0.5,
+    once=3.0,
     protection=True,
     home=Home(defense="ghost"),
 )
@@ -243,7 +245,8 @@ MAXIMUM = AttackSpec(
     about="against ghost: takes the token most similar to the substitute",
     source="GHOST, sec. 5.7",
     make=maximum,
-    seconds=60.0,
+    seconds=0.2,
+    once=3.0,
     protection=True,
     home=Home(defense="ghost"),
 )
@@ -253,7 +256,8 @@ MEDIAN = AttackSpec(
     about="against ghost: takes the token of median similarity",
     source="GHOST, sec. 5.7",
     make=median,
-    seconds=60.0,
+    seconds=0.2,
+    once=3.0,
     protection=True,
     home=Home(defense="ghost"),
 )
@@ -263,7 +267,8 @@ MEAN = AttackSpec(
     about="against ghost: takes the token nearest to the mean of all possible originals",
     source="GHOST, sec. 5.7",
     make=mean,
-    seconds=60.0,
+    seconds=0.2,
+    once=3.0,
     protection=True,
     home=Home(defense="ghost"),
 )
