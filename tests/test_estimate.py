@@ -15,12 +15,12 @@ from rich.progress import Progress
 
 from rasura.cli import progress, shared
 from rasura.core.run_store import RunStore
-from rasura.registry import ATTACKS, Adversaries
+from rasura.registry import ATTACKS, DEFENSES, REGISTERED, Adversaries
 from rasura.runs.audit import Audit
 from rasura.runs.calibration import Calibration
 from rasura.runs.calibration_plan import CalibrationPlan
 from rasura.runs.cells import Cell
-from rasura.runs.estimate import FIRST, Load, StepTime, cell_seconds, load_of, measured_step
+from rasura.runs.estimate import FIRST, REFERENCE_SECONDS, Load, StepTime, all_seconds, cell_seconds, load_of, measured_step
 
 __all__ = ["model_folder"]
 
@@ -149,6 +149,16 @@ def test_what_an_attack_learns_once_counts_once_for_each_protection(model_folder
     assert spec.once > 100 * spec.seconds
     (idle,) = {found[c.key] for c in audit.cells if c.defense == "none" and c.attack == "ghost-generation" and c.batch == 0}
     assert idle < 1, "it does not run without a protection"
+
+
+def test_a_protection_that_takes_long_counts_once_for_each_step() -> None:
+    cells = [Cell(a, "fedsgd", "ghost", "honest-server", 1, 0, b, f"{a} {b}") for b in (0, 1) for a in ("blind", "span")]
+    loads = {c.key: Load(22, 22, 0) for c in cells}
+    found = all_seconds(cells, loads, "default", STEP, REGISTERED, {"ghost": NOBODY})
+    taken = 2 * DEFENSES["ghost"].seconds * STEP(11) / REFERENCE_SECONDS
+    for cell in cells:
+        more = found[cell.key] - cell_seconds(cell, loads[cell.key], "default", STEP, ATTACKS, NOBODY)
+        assert more == pytest.approx(taken if cell.attack == "blind" else 0) and taken > 1
 
 
 def test_only_cells_that_are_left_are_estimated(tmp_path: Path, model_folder: Path) -> None:

@@ -144,7 +144,8 @@ class DefenseSpec(MethodSpec):
     ``known_by``: the attacks that know how it works; a run must include all of them before a verdict says that the
     protection stops anything. None means that no attack knows it. Of a protection that is not Rasura's, an attack counts
     only if it names the protection in turn (``knows``). ``known_by_on_images``: the same for images. ``waits``: it acts by
-    sending nothing. ``draws``: it is random, so two updates of the same texts differ.
+    sending nothing. ``draws``: it is random, so two updates of the same texts differ. ``seconds``: what it takes for a text,
+    as an attack's ``seconds``, if that is more than a step.
     """
 
     make: Callable[..., Any]
@@ -158,6 +159,7 @@ class DefenseSpec(MethodSpec):
     neutral: Callable[[], Any] | None = None
     waits: bool = False
     draws: bool = False
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -88,4 +88,5 @@ SPEC = DefenseSpec(
     known_by=("ghost-lattice", "ghost-generation"),
     strength=Strength(name="group", weakest=1, strongest=32, points=6, whole=True, keys=("group",)),
     draws=True,
+    seconds=1.0,
 )

@@ -96,7 +96,7 @@ class Audit:
         take = partial(step, on_cpu(v.model), task=v.task, vocabulary=v.vocabulary, rng=rng)  # where attacks run
         loads = {key: load_of(b, v.model) for key, b in batch.items()}
         own = measured_step(take, list(batch.values()))
-        found = all_seconds(left, loads, level, own, attacks, self.known_by, causal=v.task == "causal")
+        found = all_seconds(left, loads, level, own, self.methods, self.known_by, causal=v.task == "causal")
         return {**found, left[0].key: found[left[0].key] + first}
 
     def run(

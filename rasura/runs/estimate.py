@@ -10,10 +10,11 @@ from typing import Any
 
 from torch import nn
 
+from rasura import registry
 from rasura.core.batches import Batch
 from rasura.core.errors import InputError
 from rasura.core.specs import AttackSpec
-from rasura.registry import Adversaries
+from rasura.registry import Adversaries, Methods
 from rasura.runs.cells import Cell
 from rasura.victims.models import parts
 
@@ -162,17 +163,21 @@ def all_seconds(
     loads: Mapping[str, Load],
     level: str,
     step: StepTime,
-    attacks: Mapping[str, AttackSpec],
+    methods: Methods,
     known_by: Mapping[str, Adversaries],
     *,
     causal: bool = False,
 ) -> dict[str, float]:
-    """``cell_seconds`` of each of ``cells``, by its key like ``loads``; ``known_by`` is by protection. The first cell of an
-    attack behind a protection has what is learned once as well."""
+    """``cell_seconds`` of each of ``cells``, by its key like ``loads``; ``known_by`` is by protection. The first cell of a
+    step has what its protection takes as well, and the first of an attack behind a protection what is learned once."""
+    attacks, speed = methods.attacks, step(REFERENCE_TOKENS) / REFERENCE_SECONDS
     found = {c.key: cell_seconds(c, loads[c.key], level, step, attacks, known_by[c.defense], causal=causal) for c in cells}
+    for cell in {c.of_step: c for c in reversed(cells)}.values():
+        protecting = sum(methods.defenses[name].seconds for name, _ in registry.parts(cell.defense))
+        found[cell.key] += protecting * speed * loads[cell.key].tokens / REFERENCE_TOKENS
     for cell in {(c.attack, c.defense): c for c in reversed(cells) if c.defense != "none"}.values():
         spec = attacks[cell.attack]
-        found[cell.key] += spec.once * spec.work[level] * step(REFERENCE_TOKENS) / REFERENCE_SECONDS
+        found[cell.key] += spec.once * spec.work[level] * speed
     return found
 
 
