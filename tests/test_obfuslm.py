@@ -77,11 +77,12 @@ def test_plus_knows_every_weight_on_the_stream_or_refuses_the_model(family: str)
             with pytest.raises(InputError, match=r"leave out --plus|no transformer blocks found"):
                 obfuscate(model, PERMUTED_PLUS, SPECIAL, generator(3))
             continue
-        made = obfuscate(model, PERMUTED_PLUS, SPECIAL, generator(3))
+        made = obfuscate(model.train(), PERMUTED_PLUS, SPECIAL, generator(3))
+        assert made.model.training
         hidden = {**batch, "input_ids": made.tokens[batch["input_ids"]]}
         if task == "causal":
             hidden["labels"] = torch.where(batch["labels"] < 0, batch["labels"], made.tokens[batch["labels"].clamp_min(0)])
-        assert loss_of(made.model, hidden) == pytest.approx(loss_of(model, batch), rel=1e-5)
+        assert loss_of(made.model.eval(), hidden) == pytest.approx(loss_of(model.eval(), batch), rel=1e-5)
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from rasura.core.interfaces import InputError
-from rasura.victims.models import QKV_NAMES, Linear, parts
+from rasura.victims.models import QKV_NAMES, Linear, evaluating, parts
 
 READS = QKV_NAMES | {
     "gate_proj",
@@ -123,10 +123,13 @@ def check_stream(model: nn.Module, ids: Tensor) -> None:
         return out - out.mean(-1, keepdim=True)
 
     list(stream_axes(model))  # some models that are refused there take no such text
-    before = answers()
-    change_stream(model, lambda x: x.flip(0))
-    after = answers()
-    change_stream(model, lambda x: x.flip(0))
+    with evaluating(model):
+        before = answers()
+        change_stream(model, lambda x: x.flip(0))
+        try:
+            after = answers()
+        finally:
+            change_stream(model, lambda x: x.flip(0))
     if not float((after - before).norm()) <= SAME * float(before.norm()):
         raise InputError(
             f"{type(model).__name__}: not all of its weights on the residual stream are known, which --plus needs; "
