@@ -85,6 +85,11 @@ def test_plus_knows_every_weight_on_the_stream_or_refuses_the_model(family: str)
         assert loss_of(made.model.eval(), hidden) == pytest.approx(loss_of(model.eval(), batch), rel=1e-5)
 
 
+def test_plus_tries_no_model_in_half_precision() -> None:
+    with pytest.raises(InputError, match="load them as float32"):
+        obfuscate(tiny("llama", "causal").bfloat16(), PERMUTED_PLUS, SPECIAL, generator(3))
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_tied_head_stays_tied_and_another_is_mixed_alike(tied: bool) -> None:
     model = tiny("llama", "causal", tied=tied)

@@ -112,6 +112,11 @@ def check_stream(model: nn.Module, ids: Tensor) -> None:
     give the same answers to ``ids`` ``(texts, tokens)``. A weight that is left out would keep the public order, and tell it.
     """
     words, known = model.get_parameter(parts(model).word_embedding), parts(model)
+    if words.dtype not in (torch.float32, torch.float64):
+        raise InputError(
+            f"{type(model).__name__}: its weights are {words.dtype}, too coarse to try whether --plus knows all of them; "
+            "load them as float32"
+        )
     if words.shape[1] != known.hidden:
         raise InputError(
             f"{type(model).__name__}: its word embedding has {words.shape[1]} dimensions and the model {known.hidden}, "
