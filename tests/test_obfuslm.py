@@ -85,6 +85,19 @@ def test_plus_knows_every_weight_on_the_stream_or_refuses_the_model(family: str)
         assert loss_of(made.model.eval(), hidden) == pytest.approx(loss_of(model.eval(), batch), rel=1e-5)
 
 
+@pytest.mark.parametrize(("labels", "blind"), [(1, False), (3, True)])
+def test_plus_refuses_what_the_answers_cannot_show(labels: int, blind: bool) -> None:
+    """A single answer has no mean to differ from, and a head of zeros gives the same answers to everything."""
+    model = tiny("mixtral", "classification", num_labels=labels)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator(5)))
+        if blind:
+            model.get_parameter("score.weight").zero_()
+    with pytest.raises(InputError, match="leave out --plus"):
+        obfuscate(model, PERMUTED_PLUS, SPECIAL, generator(3))
+
+
 def test_plus_tries_no_model_in_half_precision() -> None:
     with pytest.raises(InputError, match="load them as float32"):
         obfuscate(tiny("llama", "causal").bfloat16(), PERMUTED_PLUS, SPECIAL, generator(3))

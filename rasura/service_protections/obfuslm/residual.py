@@ -15,17 +15,9 @@ from torch import Tensor, nn
 from rasura.core.interfaces import InputError
 from rasura.victims.models import QKV_NAMES, Linear, evaluating, parts
 
-READS = QKV_NAMES | {
-    "gate_proj",
-    "up_proj",
-    "gate_up_proj",
-    "c_fc",
-    "lin1",
-    "intermediate.dense",
-    "fc1",
-    "dense_h_to_4h",
-    "Wi",
-}
+READS = frozenset(
+    QKV_NAMES | {"gate_proj", "up_proj", "gate_up_proj", "c_fc", "lin1", "intermediate.dense", "fc1", "dense_h_to_4h", "Wi"}
+)
 WRITES = frozenset(
     {"attn.o", "o_proj", "down_proj", "out_lin", "lin2", "output.dense", "c_proj", "fc2", "dense_4h_to_h", "Wo"}
     | {"attention.dense", "self_attention.dense", "self_attn.dense", "self_attn.out_proj", "attn.out_proj"}
@@ -111,7 +103,8 @@ def check_stream(model: nn.Module, ids: Tensor) -> None:
     """Raise ``InputError`` unless all weights on the stream are known: with its dimensions in another order, ``model`` must
     give the same answers to ``ids`` ``(texts, tokens)``. A weight that is left out would keep the public order, and tell it.
     """
-    words, known = model.get_parameter(parts(model).word_embedding), parts(model)
+    known = parts(model)
+    words = model.get_parameter(known.word_embedding)
     if words.dtype not in (torch.float32, torch.float64):
         raise InputError(
             f"{type(model).__name__}: its weights are {words.dtype}, too coarse to try whether --plus knows all of them; "
@@ -125,7 +118,7 @@ def check_stream(model: nn.Module, ids: Tensor) -> None:
 
     def answers() -> Tensor:
         out: Tensor = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits.double()
-        return out - out.mean(-1, keepdim=True)
+        return out - out.mean(-1, keepdim=True) if out.shape[-1] > 1 else out
 
     list(stream_axes(model))  # some models that are refused there take no such text
     with evaluating(model):
@@ -135,10 +128,11 @@ def check_stream(model: nn.Module, ids: Tensor) -> None:
             after = answers()
         finally:
             change_stream(model, lambda x: x.flip(0))
-    if not float((after - before).norm()) <= SAME * float(before.norm()):
+    size = float(before.norm())
+    if not (size > 0 and float((after - before).norm()) <= SAME * size):
         raise InputError(
-            f"{type(model).__name__}: not all of its weights on the residual stream are known, which --plus needs; "
-            "leave out --plus"
+            f"{type(model).__name__}: its answers do not show that all of its weights on the residual stream are known, "
+            "which --plus needs; leave out --plus"
         )
 
 
