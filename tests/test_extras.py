@@ -53,8 +53,8 @@ import sys
 for name in ("pyarrow", "datasets"):
     sys.modules[name] = None
 from rasura.cli import main
-sys.argv = ["rasura", "audit", {str(notes)!r}, "--model", {str(model_folder)!r}, "--attack", "blind,span",
-            "--defense", "none", "--limit", "2", "--out", {str(tmp_path / "run")!r}]
+sys.argv = ["rasura", "audit", {str(notes)!r}, "--model", {str(model_folder)!r}, "--attack", "blind,span", "--limit", "2",
+            "--out", {str(tmp_path / "run")!r}]
 main()
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -52,7 +52,7 @@ def mortal(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Mortal]]:
 def test_a_lost_worker_is_replaced_and_the_records_are_those_of_the_local_engine(
     tmp_path: Path, model_folder: Path, mortal: type[Mortal]
 ) -> None:
-    plan = plan_for(model_folder, limit=1)
+    plan = plan_for(model_folder, limit=2)
     list(audit(plan, out=tmp_path / "local"))
     (tmp_path / "marks").mkdir()
     prepared = mortal(plan, tmp_path / "marks", "frozen-embeddings", 1)
