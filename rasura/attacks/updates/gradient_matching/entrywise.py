@@ -32,8 +32,7 @@ class _Entrywise(torch.autograd.Function):
                 if mask is not None:
                     own *= mask[rows]
                 if target is None:
-                    sums[k] += own.square().sum()
-                    own *= 2
+                    sums[k] += torch.dot(own.view(-1), own.view(-1))
                 else:
                     own -= target[rows]
                     sums[k] += own.abs().sum()
@@ -42,9 +41,10 @@ class _Entrywise(torch.autograd.Function):
                         own *= mask[rows]
                 if by_delta is not None and by_x is not None:
                     by_delta[k, :, rows] = x[k] @ own.T
-                    by_x[k] += left @ own
+                    by_x[k].addmm_(left, own)
         if by_delta is not None and by_x is not None:
-            ctx.save_for_backward(by_delta, by_x)
+            twice = 2 if target is None else 1
+            ctx.save_for_backward(twice * by_delta, twice * by_x)
         return sums
 
     @staticmethod
