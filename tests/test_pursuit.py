@@ -9,19 +9,42 @@ import torch
 from update_setting import NOTE, sent_by
 
 from rasura.attacks.updates.pursuit import Pursuit
+from rasura.attacks.updates.pursuit.dictionary import dictionary
 from rasura.attacks.updates.pursuit.fits import Signs, Squares
+from rasura.attacks.updates.span.inputs import Inputs
 from rasura.core.interfaces import AttackFailed, Budget, NotApplicable
 from rasura.core.rng import generator
 from rasura.core.threat import WITH_LENGTHS, observe
 from rasura.registry import parse_defense
-from rasura.testing.tiny import CLS, SEP, VOCABULARY, batch_of, tiny
+from rasura.testing.tiny import CLS, SEP, VOCABULARY, WORDS, batch_of, tiny
 from rasura.victims.loading import Victim, load
+from rasura.victims.models import parts
 from rasura.victims.step import step
 
 
 @pytest.fixture(scope="module")
 def minilm(minilm_path: Path) -> Victim:
     return load(minilm_path, "classification")
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta", "distilbert", "mpnet", "electra", "albert", "gpt2", "bloom"])
+def test_products_of_a_vocabulary_are_those_of_every_input(family: str) -> None:
+    """However the model makes its inputs; gains and shifts of a new model are 1 and 0."""
+    torch.manual_seed(1)
+    model = tiny(family, "classification").double()
+    for p in model.parameters():
+        p.data += 0.1 * torch.randn_like(p)
+    inputs, ids = Inputs(model), torch.arange(3, WORDS)
+    places = [0, 1, 5] if parts(model).position_embedding is not None else [0]
+    rng = generator(3)
+    some = [torch.randn(parts(model).hidden, n, generator=rng).double() for n in (2, 7)]
+    found = dictionary(inputs, ids, places, 256)
+    for directions in (*some, some[0]):
+        for place in places:
+            own = inputs.first(ids, place)
+            assert torch.allclose(found.inputs(place), own, atol=1e-9)
+            assert torch.allclose(found.along(directions, place), own @ directions, atol=1e-9)
+            assert torch.allclose(found.sizes(place), own.square().sum(1), atol=1e-9)
 
 
 def test_squares_leave_what_no_combination_of_the_inputs_explains() -> None:

@@ -9,6 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from rasura.attacks.updates.pursuit.dictionary import dictionary
 from rasura.attacks.updates.pursuit.fits import Fit
 from rasura.attacks.updates.span.inputs import Inputs
 from rasura.attacks.updates.span.tokens import candidates
@@ -43,8 +44,8 @@ class Search:
         self.max_length = min(length, longest)
         self.known = bool(self.ends)
         self.control = list(range(longest - 1, self.max_length, -max(1, longest // 8)))[:4]
-        self._cached: dict[int, Tensor] = {}
-        self._max_cached = (memory_mb << 19) // (4 * len(self.ids) * self.inputs.parts.hidden)
+        places = [*range(self.max_length), *self.control]
+        self.dictionary = dictionary(self.inputs, self.ids, places, memory_mb)
         self.prefix, self.suffix = seen.vocabulary.prefix, seen.vocabulary.suffix
 
     def __call__(self) -> dict[int, list[int]]:
@@ -96,22 +97,22 @@ class Search:
         if not self.control:
             return 0.0
         if not self.places_tell:
-            left = Left(self.mirror @ left.strong, self.mirror @ left.explained)
+            left = Left(self.mirror @ left.directions, left.strong)
         return max(float(self.gains(left, place).max()) for place in self.control)
 
     @cached_property
     def places_tell(self) -> bool:
         """Whether a token gains so much less where no text reaches that it stands out at its own place. In MPNet it does
         not: the same word at two places has nearly one input."""
-        own = torch.nn.functional.normalize(self._own(len(self.prefix)))
-        others = (torch.nn.functional.normalize(self._own(place)) for place in self.control)
+        own = torch.nn.functional.normalize(self.dictionary.inputs(len(self.prefix)))
+        others = (torch.nn.functional.normalize(self.dictionary.inputs(place)) for place in self.control)
         return all(STANDS_OUT * float((own * other).sum(1).square().median()) < 1 for other in others)
 
     @cached_property
     def mirror(self) -> Tensor:
         """A reflection that gives inputs which no token has, and which are spread as those of tokens are: all principal
         axes but the first are turned around or left, by chance."""
-        inputs = self._own(self.control[0])
+        inputs = self.dictionary.inputs(self.control[0])
         axes = torch.linalg.eigh(inputs.T @ inputs).eigenvectors
         turned = torch.randint(0, 2, (len(axes),), generator=self.rng) * 2.0 - 1
         turned[-1] = 1.0
@@ -126,7 +127,7 @@ class Search:
         values, vectors = torch.linalg.eigh(left.T @ left)
         floor = values[: len(values) // 2].mean()
         strong = vectors[:, -DIRECTIONS:] * (values[-DIRECTIONS:] - floor).clamp_min(0).sqrt()
-        return Left(strong, torch.linalg.qr(inputs.T).Q)
+        return Left(torch.cat([strong, torch.linalg.qr(inputs.T).Q], 1), strong.shape[1])
 
     def _room(self, place: int) -> int:
         """How many texts may have a token of their own at ``place``."""
@@ -134,27 +135,17 @@ class Search:
             return self.batch
         return sum(end > place for end in self.ends)
 
-    def _own(self, place: int) -> Tensor:
-        """The input of each candidate at ``place``, ``(candidates, hidden)``."""
-        own = self._cached.get(place)
-        if own is None:
-            own = self.inputs.first(self.ids, place)
-            if len(self._cached) < self._max_cached:
-                self._cached[place] = own
-        return own
-
     def gains(self, left: Left, place: int) -> Tensor:
         """How much of ``left`` each token at ``place`` would explain, ``(candidates,)``."""
-        own = self._own(place)
-        size = own.square().sum(1)
-        beside = (size - (own @ left.explained).square().sum(1)).clamp_min(0.05 * float(size.mean()))
-        gain: Tensor = (own @ left.strong).square().sum(1) / beside
+        along, size = self.dictionary.along(left.directions, place).square(), self.dictionary.sizes(place)
+        beside = (size - along[:, left.strong :].sum(1)).clamp_min(0.05 * float(size.mean()))
+        gain: Tensor = along[:, : left.strong].sum(1) / beside
         return gain
 
 
 @dataclass(frozen=True)
 class Left:
-    """``strong`` ``(hidden, DIRECTIONS)``: what is left, by direction. ``explained`` ``(hidden, tokens)``: orthonormal."""
+    """``directions`` ``(hidden, k)``: first ``strong`` of what is left, then an orthonormal basis of what is explained."""
 
-    strong: Tensor
-    explained: Tensor
+    directions: Tensor
+    strong: int
