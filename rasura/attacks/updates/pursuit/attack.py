@@ -129,7 +129,7 @@ SPEC = AttackSpec(
     about="matching pursuit: recovers tokens one by one from noisy gradients or from their signs",
     source="Rasura, after orthogonal matching pursuit (Pati et al. 1993)",
     make=Pursuit,
-    seconds=15.0,
+    seconds=5.0,
     growth=0.8,
     work={"quick": 0.37, "default": 1.0, "paper": 15.0},
 )
