@@ -43,15 +43,16 @@ class _Entrywise(torch.autograd.Function):
                     by_delta[k, :, rows] = x[k] @ own.T
                     by_x[k].addmm_(left, own)
         if by_delta is not None and by_x is not None:
-            twice = 2 if target is None else 1
-            ctx.save_for_backward(twice * by_delta, twice * by_x)
+            ctx.save_for_backward(by_delta, by_x)
+            ctx.power = 2 if target is None else 1
         return sums
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, Tensor, None, None]:
         by_delta, by_x = ctx.saved_tensors
-        return slope[:, None, None] * by_delta, slope[:, None, None] * by_x, None, None
+        slope = (ctx.power * slope)[:, None, None]
+        return slope * by_delta, slope * by_x, None, None
 
 
 def squares(delta: Tensor, x: Tensor, mask: Tensor) -> Tensor:

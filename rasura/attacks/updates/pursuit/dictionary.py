@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rasura.attacks.updates.span.folding import Form, form
 from rasura.attacks.updates.span.inputs import Inputs
+from rasura.attacks.updates.span.scan import squares
 
 
 class Dictionary(Protocol):
@@ -62,11 +63,9 @@ class Folded:
         norm = how.norm
         self._shift, self._row = norm.shift, {place: n for n, place in enumerate(places)}
         words, offsets = norm.middle(how.table[ids]), norm.middle(how.offsets(max(places) + 1, 0)[list(places)])
-        self._factors = norm.inverse(_squares(words, offsets))
+        self._factors = norm.inverse(squares(words, offsets))
         self._words, self._offsets = norm.stretched(words), norm.stretched(offsets)
-        beside = (self._words @ self._shift + (self._offsets @ self._shift)[:, None]) * self._factors
-        squares = _squares(self._words, self._offsets) * self._factors.square()
-        self._sizes = squares + 2 * beside + self._shift.square().sum()
+        self._sizes = squares(self._words, self._offsets, self._factors, self._shift)
         self._of = torch.empty(0), torch.empty(0)
 
     def inputs(self, place: int) -> Tensor:
@@ -81,8 +80,3 @@ class Folded:
             self._of = directions, self._words @ directions
         n = self._row[place]
         return (self._of[1] + self._offsets[n] @ directions) * self._factors[n, :, None] + self._shift @ directions
-
-
-def _squares(words: Tensor, offsets: Tensor) -> Tensor:
-    """``|words + offset|^2`` for each of ``offsets``, ``(offsets, words)``."""
-    return offsets.square().sum(1)[:, None] + words.square().sum(1) + 2 * offsets @ words.T
