@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 from audit_setting import TEXTS, comparable, model_folder, plan_for
-from torch import nn
+from torch import OutOfMemoryError, nn
 
 from rasura.cli.audit import run_audit
 from rasura.cli.outcome import Ending
@@ -275,6 +275,16 @@ def test_an_attack_that_breaks_is_no_protection(model_folder: Path, tmp_path: Pa
     assert {v.word for v in found.verdicts.values()} == {"not measured"} and "frozen-embeddings" not in found.best
     assert "holds against" not in found.recommendation
     assert gate(found.verdicts, 0.5).exit == 4
+
+
+def test_a_gpu_without_free_memory_ends_the_run_and_leaves_no_record(model_folder: Path, tmp_path: Path) -> None:
+    plan = plan_for(model_folder, attacks=("span",), defenses=("none",), limit=1)
+    prepared = Audit(plan)
+    prepared.attacks["span"] = Broken(OutOfMemoryError("no space left on the GPU"))
+    store = RunStore(tmp_path, plan.canonical())
+    with pytest.raises(OutOfMemoryError):
+        list(prepared.run(store))
+    assert not list(store)
 
 
 def test_what_a_step_cannot_do_is_no_protection(model_folder: Path, tmp_path: Path) -> None:

@@ -324,6 +324,18 @@ def test_grab_reads_words_through_dropout() -> None:
     assert len(guess.tokens[0]) == len(text) and len(set(guess.tokens[0]) & set(text)) >= len(text) - 1
 
 
+def test_grab_goes_through_dropout_where_embeddings_are_trained_too() -> None:
+    """No mask comes before the norm behind the embeddings, whose gradient is seen there."""
+    text = [CLS, 40, 3, 41, SEP]
+    truth = step(
+        tiny("bert", "classification"), batch_of([text], "classification"), parse_defense("dropout:0.1"),
+        task="classification", vocabulary=VOCABULARY, rng=generator(0),
+    )  # fmt: skip
+    seen = observe(truth, THREATS["with-labels-and-lengths"])
+    guess = grab()(seen, rng=generator(0), budget=Budget("quick"))
+    assert "bert.embeddings.LayerNorm.weight" in seen.gradients and set(guess.tokens[0]) & {40, 3, 41}
+
+
 def test_grab_moves_the_ends_of_texts_whose_lengths_are_unknown() -> None:
     seen = through_dropout([[CLS, 40, 3, 41, 9, 50, SEP], [CLS, 51, 4, SEP]])
     attack = replace(grab(), levels={"quick": Work(16, 1, 60, orders=8, rounds=2, beam=2, sweeps=2)})

@@ -104,11 +104,11 @@ def read(
             model, kind, num_labels=num_labels, seed=seed, device=device_named(device),
             allow_pickle=allow_pickle, adapter=adapter_among(model, before, names_from),
         )  # fmt: skip
+        work = interfaces.Budget(level, max_memory, entries, interfaces.attacking_device(device))
         request = ReadRequest(
             attack=attack, batch_size=batch_size, labels=numbers(labels, "labels"), lengths=numbers(lengths, "lengths"),
-            dropout=dropout, frozen_embeddings=frozen_embeddings, hidden=hidden, reference=reference,
-            language_model=language_model, update=how, budget=interfaces.Budget(level, max_memory, entries), seed=seed,
-            before=before, before_round=before_round, names_from=names_from,
+            dropout=dropout, frozen_embeddings=frozen_embeddings, hidden=hidden, reference=reference, update=how, seed=seed,
+            language_model=language_model, budget=work, before=before, before_round=before_round, names_from=names_from,
         )  # fmt: skip
     if candidates is not None:
         return candidates_read(paths[0], candidates, victim, request, simulated_rounds, as_json)

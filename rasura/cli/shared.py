@@ -55,7 +55,8 @@ AnyTask = Annotated[str | None, typer.Option(help="classification, causal or vis
 Out = Annotated[Path, typer.Option("--out", help="folder for the results; the same command resumes the run")]
 Device = Annotated[str, typer.Option(help="device: cpu, cuda, cuda:1 or mps; auto is cuda if there is one")]
 StepDevice = Annotated[
-    str, typer.Option(help="device of the training step: cpu, cuda, cuda:1 or mps; auto is cpu, which attacks always use")
+    str,
+    typer.Option(help="device of training steps and, if CUDA, of gradient matching: cpu, cuda, cuda:1, mps; auto is cpu"),
 ]
 ReportLanguage = Annotated[str, typer.Option("--language", help="language of the report: en, de or fr")]
 AsJson = Annotated[bool, typer.Option("--json", help="print the result as JSON")]
@@ -132,7 +133,7 @@ def device_named(name: str) -> str:
     if kind not in ("auto", "cpu", "cuda", "mps") or (numbered and not (kind == "cuda" and number.isdecimal())):
         raise InputError(f"--device is {name!r}; expected auto, cpu, cuda, cuda:1 or mps")
     if name == "auto":
-        # A step takes a fraction of a second, and the attacks keep their linear algebra in float64 on the CPU.
+        # A step takes a fraction of a second, and most attacks keep their linear algebra in float64 on the CPU.
         return "cpu"
     cards = torch.cuda.device_count() if torch.cuda.is_available() else 0
     there = {"cpu": True, "cuda": int(number or 0) < cards, "mps": torch.backends.mps.is_available()}

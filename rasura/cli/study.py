@@ -13,7 +13,7 @@ from rasura.cli.audit import run_audit
 from rasura.cli.membership import judged
 from rasura.cli.outcome import Ending
 from rasura.cli.services import serve_and_read
-from rasura.cli.shared import Device, Limit, app, device_named, err, numbers, say, say_json, split, training_device, watched
+from rasura.cli.shared import Device, Limit, app, err, numbers, say, say_json, split, training_device, watched
 from rasura.cli.train import prepared, trained
 from rasura.core.errors import InputError, MissingExtra
 
@@ -72,7 +72,7 @@ def study(
     elif isinstance(plan, TrainPlan):
         text, plot = of_training(found, plan, place, as_json, where)
     else:
-        text, plot = of_audit(found, plan, place, data, as_json, results, hours, device)
+        text, plot = of_audit(found, plan, place, data, as_json, results, hours, where)
     if plot is not None:
         try:
             drawn = plots.write(plot, results.parent / "plots" / f"{name.replace('/', '-')}.svg")
@@ -85,7 +85,7 @@ def study(
 
 def of_audit(
     found: Any, plan: Any, folder: Path, data: str | None, as_json: bool, results: Path, hours: float | None = None,
-    device: str = "auto",
+    device: str = "cpu",
 ) -> tuple[str, Any]:  # fmt: skip
     """Section and plot of an audit, alone or together with training. ``hours``: of what fits into them. Its cells go on
     from the records beside ``results``, of all studies, and are put there."""
@@ -100,7 +100,7 @@ def of_audit(
     run_audit(
         plan,
         folder,
-        device_named(device),
+        device,
         Ending(as_json=as_json),
         baseline=False,
         seconds=seconds,
@@ -118,7 +118,7 @@ def of_audit(
     if found.train is None:
         return tables.section(found, plan, records), plots.of_audit(found, plan, records)
     training = files.prepared_training(found, plan, data)
-    worth = trained(prepared(training, folder / "training", training_device(device)), as_json)
+    worth = trained(prepared(training, folder / "training", device), as_json)
     text = tables.tradeoff_section(found, plan, records, training, worth)
     return text, plots.of_tradeoff(found, plan, records, training, worth)
 

@@ -40,6 +40,14 @@ class Budget:
     entries: float | None = None
     """Fraction of the visible entries, drawn at random, on which a matching attack evaluates L1 and masks; None: set by the
     level."""
+    device: str = "cpu"
+    """Where an attack that is mostly steps of the model may take them: the CPU or a CUDA GPU. What it is given, and what it
+    returns, is on the CPU."""
+
+
+def attacking_device(device: str) -> str:
+    """``device`` of a ``Budget`` where a client takes its steps on ``device``: a CUDA GPU, otherwise the CPU."""
+    return device if device.startswith("cuda") else "cpu"
 
 
 class Adversary(Protocol):

@@ -16,7 +16,7 @@ from typing import Any, cast
 from torch import OutOfMemoryError, nn
 
 from rasura.core.errors import broken
-from rasura.core.interfaces import ActiveAttack, Attack, InputError, NotApplicable, NotSent, Unavailable
+from rasura.core.interfaces import ActiveAttack, Attack, InputError, NotApplicable, NotSent, Unavailable, attacking_device
 from rasura.core.records import Record
 from rasura.core.rng import generator
 from rasura.core.run_store import RunStore
@@ -70,6 +70,7 @@ class Audit:
         data = data or load_data(plan)
         self.plan = plan if data.label_names is None else replace(plan, label_names=data.label_names)
         self.methods, self.device, self.data = methods, device, data
+        self.work = replace(self.plan.work, device=attacking_device(device))
         self.attacks, self.updates, self.metrics = chosen.attacks, chosen.updates, chosen.metrics
         self.defenses = chosen.defenses
         among = partial(adversaries, images=bool(data.images), defenses=methods.defenses, attacks=methods.attacks)
@@ -219,10 +220,10 @@ class Audit:
         rng = generator(cell.seed, "attack", cell.attack, *cell.protected_update, cell.threat, cell.batch_size, cell.batch)
 
         def guess() -> Reconstruction:
-            made = trusted(well_formed(attack(seen, rng=rng, budget=self.plan.work), len(truth.batch)), seen, attack)
+            made = trusted(well_formed(attack(seen, rng=rng, budget=self.work), len(truth.batch)), seen, attack)
             return replace(made, texts=tuple(truth.vocabulary.text(t) for t in made.tokens))
 
-        return attempt(guess)
+        return attempt(guess, raises=(OutOfMemoryError,))  # a GPU's: a fault of the machine
 
     def scores(self, guess: Reconstruction, truth: Transcript) -> dict[str, Any]:
         """All metrics of one guess. A metric that this machine cannot compute is recorded with the remedy instead of a

@@ -20,7 +20,7 @@ def token_table(model: nn.Module, vocabulary: Vocabulary) -> Tensor:
     """What ``model`` makes of every id before positions, ``(vocabulary, hidden)``; asked for: Gemma scales its rows."""
     embedding = model.get_input_embeddings()  # type: ignore[operator]  # a Hugging Face model
     with torch.no_grad():
-        table: Tensor = embedding(torch.arange(vocabulary.size))
+        table: Tensor = embedding(torch.arange(vocabulary.size, device=next(model.parameters()).device))
     return table
 
 

@@ -95,7 +95,7 @@ class Encoder:
         """What goes into the first norm where the embeddings are zero, ``(length, hidden)``."""
         if length not in self._places:
             weight = self.head[0].weight
-            none, mask = weight.new_zeros(1, length, weight.shape[1]), torch.ones(1, length, dtype=torch.long)
+            none, mask = weight.new_zeros(1, length, weight.shape[1]), weight.new_ones(1, length, dtype=torch.long)
             with evaluating(self.model), recorded_inputs(self.model, [self.names.first], stop=False) as seen:
                 self.model(inputs_embeds=none, attention_mask=mask)
             self._places[length] = seen[self.names.first][0]
@@ -124,7 +124,7 @@ class Run:
         self.encoder = encoder
         texts, length = mask.shape
         dtype, heads = encoder.first.weight.dtype, encoder.blocks[0].heads
-        hidden = torch.zeros(mask.shape, dtype=dtype).masked_fill_(~mask.bool(), torch.finfo(dtype).min)
+        hidden = encoder.first.weight.new_zeros(mask.shape).masked_fill_(~mask.bool(), torch.finfo(dtype).min)
         hidden = hidden[:, None].expand(-1, heads, -1).reshape(texts * heads, 1, length)
         last = len(encoder.blocks) - 1
         self.blocks = [BlockRun(w, hidden, texts, length, k == last) for k, w in enumerate(encoder.blocks)]

@@ -7,7 +7,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from rasura.attacks.shared.dummies import nearest_tokens
 from rasura.attacks.updates.gradient_matching.guesses import Beam, Texts
 from rasura.attacks.updates.gradient_matching.judging import Judge
 from rasura.attacks.updates.gradient_matching.reorder import orders, shuffles
@@ -46,8 +45,7 @@ class TokenSearch:
         _, free = self.judge.frame(texts.lengths)
         tried = 0 if self.judge.likely is not None else work.orders
         beam = Beam(lambda new: self.judge.judged(new, y))
-        near = nearest_tokens(texts.e.detach(), self.judge.table, self.judge.ordinary, NEAR)
-        for x, tokens, spots in zip(ids, near, free):
+        for x, tokens, spots in zip(ids, self.judge.near(texts, NEAR), free):
             if self.judge.likely is None:
                 for pools, row, here in zip(self.pools, tokens, spots):
                     pools[0].update(row[here].flatten().tolist())
@@ -70,7 +68,7 @@ class TokenSearch:
             return beam.least, beam.top(len(texts))
         finalists = beam.top(FINALISTS)
         scores = self._refitted(finalists, y)
-        return float(scores.min()), finalists[scores.topk(min(len(texts), len(scores)), largest=False).indices]
+        return float(scores.min()), finalists[scores.topk(min(len(texts), len(scores)), largest=False).indices.cpu()]
 
     def _refitted(self, ids: Tensor, y: Tensor) -> Tensor:
         """The distance of each of ``ids`` with dropout masks learned for it: masks explain the truth, and others less well.
@@ -81,6 +79,8 @@ class TokenSearch:
         out = []
         for part in torch.split(torch.arange(len(ids)), self.judge.chunk):
             some = texts.at(part)
+            # The norm behind the embeddings comes before any mask, and its slope is asked for.
+            some = replace(some, e=some.e.clone().requires_grad_(True))
             masks = [m.requires_grad_(True) for m in self.judge.masks(len(some))]
             optimizer = torch.optim.AdamW(masks, weight_decay=0.0)
             for step in range(REFIT):
@@ -93,7 +93,7 @@ class TokenSearch:
                 with torch.no_grad():
                     for m in masks:
                         m.clamp_(0, 1)
-            out.append(self.judge.misfit(replace(some, e=some.e.clone().requires_grad_(True)), False, masks).detach())
+            out.append(self.judge.misfit(some, False, masks).detach())
         return torch.cat(out)
 
     def _variants(self, ids: Tensor, row: int, place: int, pool: Tensor) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -53,7 +54,7 @@ class GradientMatching:
                 "fused attention cannot be differentiated twice; load the model with attn_implementation='eager'"
             )
         shown = [n for n in seen.gradients if n not in seen.visible or bool(seen.visible[n].any())]
-        factoriser = Factoriser(seen.model, shown)
+        factoriser = Factoriser(seen.model if budget.device == "cpu" else copy.deepcopy(seen.model).to(budget.device), shown)
         if not factoriser.layers:
             raise NotApplicable("no gradient of a linear or LayerNorm layer is visible")
         observed = factoriser.observed(seen.gradients)
@@ -141,10 +142,10 @@ class _Run:
         else:
             ids = self.judge.likely.texts(ids[0, 0], free[0, 0], self.rng)[:, None]
         y = torch.zeros(1, len(self.judge.lengths), self.judge.classes)
-        kept = self.judge.judged(ids, y).topk(min(work.restarts, work.candidates), largest=False).indices
-        ids = ids[kept]
-        y = y + 0.1 * torch.randn(len(kept), *y.shape[1:], generator=self.rng)
-        return Texts(self.judge.embedded(ids), (ids != OVER).sum(-1), y)
+        judged = self.judge.judged(ids, y.to(self.judge.device))
+        ids = ids[judged.topk(min(work.restarts, work.candidates), largest=False).indices]
+        y = y + 0.1 * torch.randn(len(ids), *y.shape[1:], generator=self.rng)
+        return Texts(self.judge.embedded(ids), (ids != OVER).sum(-1), y.to(self.judge.device))
 
     def _permuted(self, texts: Texts) -> Texts:
         """Each restart with the free places of its texts in the best of some random orders (GRAB, Algorithm 2, line 1)."""
@@ -152,7 +153,8 @@ class _Run:
         e = texts.e.clone()
         for k in range(len(texts)):
             tried = torch.cat([_same(free[k]), shuffles(free[k], self.work.orders, self.rng)])
-            e[k] = reordered(e[k], tried[int(self.judge.in_orders(texts.at(slice(k, k + 1)), tried).argmin())])
+            best = tried[int(self.judge.in_orders(texts.at(slice(k, k + 1)), tried).argmin())]
+            e[k] = reordered(e[k], best.to(self.judge.device))
         return replace(texts, e=e)
 
     def _continuous(self, texts: Texts) -> tuple[Texts, Tensor]:
@@ -166,9 +168,9 @@ class _Run:
         groups = [{"params": [v.requires_grad_(True)], "lr": r} for v, r in zip(variables, rates)]
         optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
         typical = self.judge.table.norm(dim=1).mean()
-        real = (torch.arange(self.judge.width) < texts.lengths[..., None]).float()
         free = self.judge.frame(texts.lengths)[1]
-        best = torch.full((len(texts),), float("inf"))
+        real, moving = self.judge.real(texts.lengths).float(), free.to(self.judge.device)[..., None]
+        best = torch.full((len(texts),), float("inf"), device=self.judge.device)
         for step in range(work.steps):
             for group, rate in zip(optimizer.param_groups, rates):
                 group["lr"] = rate * s.decay ** (step // s.decay_every)
@@ -187,14 +189,15 @@ class _Run:
                         v.grad = slope if v.grad is None else v.grad + slope
             now = torch.cat(losses)
             better = now < best
-            best[better] = now[better]
-            kept.e[better], kept.y[better] = texts.e.detach()[better], texts.y.detach()[better]
+            best.copy_(torch.where(better, now, best))
+            kept.e.copy_(torch.where(better[:, None, None, None], texts.e.detach(), kept.e))
+            kept.y.copy_(torch.where(better[:, None, None], texts.y.detach(), kept.y))
             if step % TOLD == 0:
-                tell(lambda: _read(self.judge.nearest(kept.at(best.argmin(dim=0, keepdim=True)))[0]))
+                tell(lambda: _read(self.judge.nearest(kept.at(best.cpu().argmin(dim=0, keepdim=True)))[0]))
             assert texts.e.grad is not None
-            if not all(bool(torch.isfinite(v.grad).all()) for v in variables if v.grad is not None):
+            if not bool(torch.stack([torch.isfinite(v.grad).all() for v in variables if v.grad is not None]).all()):
                 raise AttackFailed(f"the optimisation diverged at step {step} (gradient not finite)")
-            texts.e.grad *= free[..., None]
+            texts.e.grad *= moving
             optimizer.step()
             with torch.no_grad():
                 for m in masks:
@@ -217,7 +220,7 @@ class _Run:
             with torch.no_grad():
                 state = optimizer.state[texts.e]
                 for x in (texts.e, state["exp_avg"], state["exp_avg_sq"]):
-                    x[k] = reordered(x[k], best)
+                    x[k] = reordered(x[k], best.to(x.device))
 
 
 def _read(ids: Tensor) -> tuple[tuple[int, ...], ...]:

@@ -1,7 +1,8 @@
 """Sums over the entries of a gradient that is given by factors, block by block: the gradient is never formed whole.
 
 What L1 and masks of visible entries ask for has no short form in the factors. Each block of rows is formed while it fits the
-processor's cache, and its slopes by the factors are taken at once, so nothing of it is kept for the backward pass.
+processor's cache, and its slopes by the factors are taken at once, so nothing of it is kept for the backward pass. A GPU is
+slow at many small products: there the gradients of several candidates are formed whole.
 """
 
 from __future__ import annotations
@@ -14,37 +15,23 @@ from torch import Tensor
 BLOCK = 1 << 16
 """Entries that are formed at a time."""
 
+WIDE = 1 << 26
+"""The same on a GPU."""
+
 
 class _Entrywise(torch.autograd.Function):
     """The sums of one term over the entries of ``delta^T x``, ``(candidates,)``; differentiable once."""
 
     @staticmethod
     def forward(ctx: Any, delta: Tensor, x: Tensor, mask: Tensor | None, target: Tensor | None) -> Tensor:
-        sloped = any(ctx.needs_input_grad)
-        sums = delta.new_zeros(len(delta))
-        by_delta, by_x = (torch.zeros_like(delta), torch.zeros_like(x)) if sloped else (None, None)
-        outputs = max(1, BLOCK // x.shape[-1])
-        for k in range(len(delta)):
-            for begin in range(0, delta.shape[-1], outputs):
-                rows = slice(begin, begin + outputs)
-                left = delta[k, :, rows]
-                own = left.T @ x[k]
-                if mask is not None:
-                    own *= mask[rows]
-                if target is None:
-                    sums[k] += torch.dot(own.view(-1), own.view(-1))
-                else:
-                    own -= target[rows]
-                    sums[k] += own.abs().sum()
-                    own.sign_()
-                    if mask is not None:
-                        own *= mask[rows]
-                if by_delta is not None and by_x is not None:
-                    by_delta[k, :, rows] = x[k] @ own.T
-                    by_x[k].addmm_(left, own)
-        if by_delta is not None and by_x is not None:
-            ctx.save_for_backward(by_delta, by_x)
-            ctx.power = 2 if target is None else 1
+        ctx.power = 2 if target is None else 1
+        if delta.is_cuda:
+            count = max(1, WIDE // (delta.shape[-1] * x.shape[-1]))
+            parts = [_whole(d, y, mask, target) for d, y in zip(torch.split(delta, count), torch.split(x, count))]
+            sums, *slopes = (torch.cat(found) for found in zip(*parts))
+        else:
+            sums, slopes = _by_blocks(delta, x, mask, target, any(ctx.needs_input_grad))
+        ctx.save_for_backward(*slopes)
         return sums
 
     @staticmethod
@@ -53,6 +40,50 @@ class _Entrywise(torch.autograd.Function):
         by_delta, by_x = ctx.saved_tensors
         slope = (ctx.power * slope)[:, None, None]
         return slope * by_delta, slope * by_x, None, None
+
+
+def _by_blocks(
+    delta: Tensor, x: Tensor, mask: Tensor | None, target: Tensor | None, sloped: bool
+) -> tuple[Tensor, list[Tensor]]:
+    """The sums and, if ``sloped``, the slopes by ``delta`` and ``x``: of squares half of them."""
+    sums = delta.new_zeros(len(delta))
+    slopes = [torch.zeros_like(delta), torch.zeros_like(x)] if sloped else []
+    outputs = max(1, BLOCK // x.shape[-1])
+    for k in range(len(delta)):
+        for begin in range(0, delta.shape[-1], outputs):
+            rows = slice(begin, begin + outputs)
+            left = delta[k, :, rows]
+            own = left.T @ x[k]
+            if mask is not None:
+                own *= mask[rows]
+            if target is None:
+                sums[k] += torch.dot(own.view(-1), own.view(-1))
+            else:
+                own -= target[rows]
+                sums[k] += own.abs().sum()
+                own.sign_()
+                if mask is not None:
+                    own *= mask[rows]
+            if sloped:
+                slopes[0][k, :, rows] = x[k] @ own.T
+                slopes[1][k].addmm_(left, own)
+    return sums, slopes
+
+
+def _whole(delta: Tensor, x: Tensor, mask: Tensor | None, target: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """As ``_by_blocks``, of whole gradients."""
+    own = delta.mT @ x
+    if mask is not None:
+        own *= mask
+    if target is None:
+        sums = own.square().sum((1, 2))
+    else:
+        own -= target
+        sums = own.abs().sum((1, 2))
+        own.sign_()
+        if mask is not None:
+            own *= mask
+    return sums, x @ own.mT, delta @ own
 
 
 def squares(delta: Tensor, x: Tensor, mask: Tensor) -> Tensor:

@@ -44,7 +44,7 @@ def shortened(matrix: Tensor) -> Tensor | LowRank:
     rng, rank = generator(0), SKETCH
     tolerance = 10 * torch.finfo(matrix.dtype).eps * float(matrix.norm())
     while 2 * rank * sum(matrix.shape) <= matrix.numel():
-        probes = torch.randn(matrix.shape[1], rank, generator=rng, dtype=matrix.dtype)
+        probes = torch.randn(matrix.shape[1], rank, generator=rng, dtype=matrix.dtype).to(matrix.device)
         left = torch.linalg.qr(matrix @ probes).Q
         right = matrix.T @ left
         if float((matrix - left @ right.T).norm()) <= tolerance:
@@ -166,10 +166,11 @@ class Factoriser:
     def observed(self, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """What ``found`` holds of the matched parameters (gradients, or masks of what is visible), as the factors see it.
 
-        ``(outputs, inputs)``, whatever the layer's own layout.
+        ``(outputs, inputs)``, whatever the layer's own layout, and where the model is.
         """
+        device = next(self.model.parameters()).device
         turned = {layer.weight for layer in self.layers if layer.linear is not None and layer.linear.transposed}
-        return {n: found[n].T if n in turned else found[n] for n in self.names if n in found}
+        return {n: (found[n].T if n in turned else found[n]).to(device) for n in self.names if n in found}
 
     def __call__(self, e: Tensor, mask: Tensor, loss: Callable[[Tensor], Tensor], *, graph: bool) -> Mapping[str, Factor]:
         """Factors by parameter name of candidates ``e`` ``(candidates, batch, length, hidden)``.
@@ -236,7 +237,7 @@ class Factoriser:
             return None
         weight = self.model.get_parameter(parts(self.model).word_embedding)
         e = float(weight.detach().std()) * torch.randn(2, length, weight.shape[1], generator=generator(0)).to(weight)
-        mask = torch.tensor([[1] * length, [1] * (length - 2) + [0] * 2])
+        mask = torch.tensor([[1] * length, [1] * (length - 2) + [0] * 2], device=weight.device)
 
         def loss(logits: Tensor) -> Tensor:
             return logits.square().sum(-1) + logits[:, 0]

@@ -15,7 +15,7 @@ class Texts:
     """Candidates of one run.
 
     ``e`` ``(candidates, batch, width, hidden)`` embeddings; ``lengths`` ``(candidates, batch)``; ``y`` ``(candidates, batch,
-    classes)`` label logits.
+    classes)`` label logits. ``lengths`` is on the CPU, as ids are; the others are where the model is.
     """
 
     e: Tensor

@@ -28,8 +28,8 @@ NORMAL_MEDIAN = 0.6745
 SAMPLE = 1_000_000
 """Entries, at least, that show the noise."""
 
-CHUNK = 16
-"""Candidates in one evaluation: more gain little, and memory grows."""
+CHUNKS = {"cpu": 16, "cuda": 256}
+"""Candidates in one evaluation, by the kind of device: more gain little, and memory grows."""
 
 
 class Judge:
@@ -48,7 +48,7 @@ class Judge:
         memory_mb: int,
     ) -> None:
         self.settings, self.work, self.seen, self.factoriser, self.rng = settings, work, seen, factoriser, rng
-        model, vocabulary = seen.model, seen.vocabulary
+        model, vocabulary = factoriser.model, seen.vocabulary
         self.prefix, self.suffix = len(vocabulary.prefix), len(vocabulary.suffix)
         self.lengths, self.vary = lengths, not exact
         # Where only the sum of the lengths is known, a text may be half as long again as the mean.
@@ -56,7 +56,8 @@ class Judge:
         self.table, self.ordinary = token_table(model, vocabulary), ordinary_ids(vocabulary)
         self.likely = likely(seen, self.ordinary, self.width) if work.guided and len(lengths) == 1 else None
         self.classes = int(model.config.num_labels)  # type: ignore[union-attr, arg-type]  # a Hugging Face config
-        self.granted = seen.labels if Grant.LABELS in seen else None
+        self.device = self.table.device
+        self.granted = seen.labels.to(self.device) if Grant.LABELS in seen else None
         self.rate = announced_dropout(seen) if settings.learn_masks else 0.0
         self.shapes = shapes(model, len(lengths), self.width) if self.rate else []
         self.distance = Distance(
@@ -66,7 +67,7 @@ class Judge:
             deviation=deviation_of(seen, observed) if settings.objective == "weighted" else 0.0,
             free=self.table.shape[1] * sum(lengths), rng=rng,
         )  # fmt: skip
-        self.chunk = max(1, min(CHUNK, (memory_mb << 20) // self.bytes_each()))
+        self.chunk = max(1, min(CHUNKS[self.device.type], (memory_mb << 20) // self.bytes_each()))
 
     def bytes_each(self) -> int:
         """Rough size of one candidate's step: a second derivative through the activations."""
@@ -80,14 +81,18 @@ class Judge:
 
     def embedded(self, ids: Tensor) -> Tensor:
         """The embeddings of ``ids``."""
-        return self.table[ids.clamp_min(0)]
+        return self.table[ids.clamp_min(0).to(self.device)]
+
+    def real(self, lengths: Tensor) -> Tensor:
+        """Which places texts of ``lengths`` have, ``(..., width)``, where the model is."""
+        return (torch.arange(self.width) < lengths[..., None]).to(self.device)
 
     def misfit(self, texts: Texts, graph: bool, masks: Sequence[Tensor] = ()) -> Tensor:
         """The distance of each candidate under dropout ``masks``, if any; with ``graph`` it can be differentiated."""
         targets = texts.y.softmax(-1)
         if self.granted is not None:
             targets = nn.functional.one_hot(self.granted, self.classes).to(targets.dtype).expand_as(targets)
-        real = (torch.arange(self.width) < texts.lengths[..., None]).long()
+        real = self.real(texts.lengths).long()
         with Masked(masks, self.rate) if masks else nullcontext():
             found = self.factoriser(texts.e, real, lambda z: soft_cross_entropy(z, targets), graph=graph)
         return self.distance(found)
@@ -105,24 +110,28 @@ class Judge:
         return torch.cat(out)
 
     def judged(self, ids: Tensor, y: Tensor) -> Tensor:
-        """The distance of each of ``ids`` ``(candidates, batch, width)``, with labels ``y`` ``(1, batch, classes)``."""
-        found = self.scores(Texts(self.embedded(ids), (ids != OVER).sum(-1), y))
+        """The distance of each of ``ids`` ``(candidates, batch, width)``, with labels ``y`` ``(1, batch, classes)``; on the
+        CPU."""
+        found = self.scores(Texts(self.embedded(ids), (ids != OVER).sum(-1), y)).cpu()
         return found if self.likely is None else found * (WEIGHT * self.likely.distance(ids)).exp()
 
     def nearest(self, texts: Texts) -> Tensor:
         """The ordinary tokens nearest to the embeddings of ``texts``, the tokenizer's own in their places."""
         ids, free = self.frame(texts.lengths)
-        near = nearest_tokens(texts.e.detach(), self.table, self.ordinary, 1)[..., 0]
-        return torch.where(free, near, ids)
+        return torch.where(free, self.near(texts, 1)[..., 0], ids)
+
+    def near(self, texts: Texts, count: int) -> Tensor:
+        """The ``count`` ordinary tokens nearest to each embedding of ``texts``, ``(candidates, batch, width, count)``."""
+        return nearest_tokens(texts.e.detach(), self.table, self.ordinary.to(self.device), count).cpu()
 
     def in_orders(self, text: Texts, tried: Tensor) -> Tensor:
-        """The distance of one candidate with its embeddings in each of the orders ``tried``."""
-        e = reordered(text.e.expand(len(tried), -1, -1, -1), tried)
-        return self.scores(Texts(e, text.lengths.expand(len(tried), -1), text.y))
+        """The distance of one candidate with its embeddings in each of the orders ``tried``; on the CPU."""
+        e = reordered(text.e.expand(len(tried), -1, -1, -1), tried.to(self.device))
+        return self.scores(Texts(e, text.lengths.expand(len(tried), -1), text.y)).cpu()
 
     def masks(self, count: int) -> list[Tensor]:
         """Dropout masks of ``count`` candidates at their mean, which is much nearer to any mask than a random one is."""
-        return [torch.full((count, *shape), 1 - self.rate) for shape in self.shapes]
+        return [torch.full((count, *shape), 1 - self.rate, device=self.device) for shape in self.shapes]
 
 
 def longest(seen: Observation) -> int:

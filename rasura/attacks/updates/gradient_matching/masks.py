@@ -68,7 +68,7 @@ class Masked(Dropouts):
 
 def shapes(model: nn.Module, batch: int, length: int) -> list[tuple[int, ...]]:
     """The shapes of ``model``'s dropout masks for one candidate of ``batch`` texts of ``length`` tokens."""
-    ids = torch.ones(batch, length, dtype=torch.long)
+    ids = torch.ones(batch, length, dtype=torch.long, device=next(model.parameters()).device)
     with _Shapes() as seen, torch.no_grad():
         model(input_ids=ids, attention_mask=torch.ones_like(ids))
     return [tuple(s) for s in seen.found]

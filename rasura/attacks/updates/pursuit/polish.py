@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from rasura.attacks.shared.dummies import token_table
 from rasura.attacks.shared.labelings import MAX_LABELINGS, pad
 from rasura.attacks.updates.gradient_matching.factors import Factoriser
-from rasura.attacks.updates.gradient_matching.judging import CHUNK
+from rasura.attacks.updates.gradient_matching.judging import CHUNKS
 from rasura.attacks.updates.gradient_matching.objective import Distance, Kind, soft_cross_entropy
 from rasura.attacks.updates.pursuit.search import Search
 from rasura.attacks.updates.span.sentences import rearranged
@@ -92,8 +92,8 @@ class Polish:
         """The distance of each of ``many`` batches of texts, all of the same lengths."""
         targets = nn.functional.one_hot(labels, self.classes).float()
         out = []
-        for start in range(0, len(many), CHUNK):
-            some = many[start : start + CHUNK]
+        for start in range(0, len(many), CHUNKS["cpu"]):
+            some = many[start : start + CHUNKS["cpu"]]
             padded = [pad(texts, self.seen.vocabulary.pad_id or 0) for texts in some]
             e = self.table[torch.stack([ids for ids, _ in padded])].requires_grad_(True)
             goal = targets.expand(len(e), -1, -1)
