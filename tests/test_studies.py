@@ -124,6 +124,15 @@ def test_a_text_counts_once_whatever_the_number_of_seeds() -> None:
     assert values_of([record("span", [], "crashed")], "rouge1", "scores") == []
 
 
+def test_cpu_seconds_are_of_cells_without_a_gpu_where_there_are_any(tmp_path: Path) -> None:
+    study = load_study("one", study_folder(tmp_path, BODY))
+    plan = prepared(study)
+    assert isinstance(plan, Plan)
+    there = {**record("span", [0.5]), "device": "cuda", "cpu_seconds": 40.0}
+    told = [section(study, plan, rows) for rows in ([there, record("span", [1.0])], [there])]
+    assert "| 2 |" in told[0] and "| 40 |" not in told[0] and "| 40 |" in told[1]
+
+
 def test_a_row_has_as_many_seeds_as_the_text_that_was_tried_the_least() -> None:
     rows = [{**record("span", [0.5, 0.5], first=1), "seed": 0}, {**record("span", [], "failed", first=1), "seed": 1}]
     assert seeds_of(rows) == 1  # the second text has a value with one seed only

@@ -48,7 +48,8 @@ def section(study: Study, plan: Plan, records: Iterable[Mapping[str, Any]]) -> s
         ours = [level_text(v, m) for v, m in zip(values, study.metrics)]
         blind = level_text(values_of(some, study.metrics[0], "blind"), study.metrics[0])
         behind = ", ".join(dict.fromkeys(str(where[k]) for k in ("defense", "update", "threat") if where[k] not in _USUAL))
-        seconds = sum(r["cpu_seconds"] for r in some) / len(some)
+        timed = [r for r in some if r.get("device", "cpu") == "cpu"] or some  # a GPU's share of the work is no CPU time
+        seconds = sum(r["cpu_seconds"] for r in timed) / len(timed)
         first = [where["attack"], behind or "none", where["batch_size"], len(values[0]), seeds_of(some)]
         spent = []
         if costly:
