@@ -12,6 +12,7 @@ from span_setting import seen_by_server
 from torch import Tensor, nn
 
 from rasura.attacks.shared.dummies import nearest_tokens
+from rasura.attacks.updates.gradient_matching.entrywise import _by_blocks, _whole
 from rasura.attacks.updates.gradient_matching.factors import Factor, Factoriser, LowRank, shortened
 from rasura.attacks.updates.gradient_matching.likely import RIDGE, left, likely
 from rasura.attacks.updates.gradient_matching.masks import Dropouts, Masked, shapes
@@ -146,6 +147,18 @@ def test_sums_by_entry_equal_those_of_whole_matrices(entries: float, masked: boo
         torch.autograd.grad((weights * fast).sum(), leaves), torch.autograd.grad((weights * wanted).sum(), leaves)
     ):
         assert float((a - b).norm() / b.norm()) < 1e-12
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("absolute", [False, True])
+def test_sums_of_whole_gradients_are_those_of_their_blocks(masked: bool, absolute: bool) -> None:
+    """A GPU forms gradients whole."""
+    draw = partial(torch.randn, generator=generator(5), dtype=torch.double)
+    delta, x, other = draw(3, 5, 300), draw(3, 5, 270), draw(300, 270)
+    mask, target = (other > 0).double() if masked else None, other if absolute else None
+    sums, slopes = _by_blocks(delta, x, mask, target, True)
+    for one, whole in zip((sums, *slopes), _whole(delta, x, mask, target)):
+        assert torch.allclose(one, whole, rtol=1e-12, atol=1e-9)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

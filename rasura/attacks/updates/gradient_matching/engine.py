@@ -153,8 +153,7 @@ class _Run:
         e = texts.e.clone()
         for k in range(len(texts)):
             tried = torch.cat([_same(free[k]), shuffles(free[k], self.work.orders, self.rng)])
-            best = tried[int(self.judge.in_orders(texts.at(slice(k, k + 1)), tried).argmin())]
-            e[k] = reordered(e[k], best.to(self.judge.device))
+            e[k] = reordered(e[k], tried[int(self.judge.in_orders(texts.at(slice(k, k + 1)), tried).argmin())])
         return replace(texts, e=e)
 
     def _continuous(self, texts: Texts) -> tuple[Texts, Tensor]:
@@ -220,7 +219,7 @@ class _Run:
             with torch.no_grad():
                 state = optimizer.state[texts.e]
                 for x in (texts.e, state["exp_avg"], state["exp_avg_sq"]):
-                    x[k] = reordered(x[k], best.to(x.device))
+                    x[k] = reordered(x[k], best)
 
 
 def _read(ids: Tensor) -> tuple[tuple[int, ...], ...]:

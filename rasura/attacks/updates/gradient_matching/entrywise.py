@@ -54,16 +54,7 @@ def _by_blocks(
             rows = slice(begin, begin + outputs)
             left = delta[k, :, rows]
             own = left.T @ x[k]
-            if mask is not None:
-                own *= mask[rows]
-            if target is None:
-                sums[k] += torch.dot(own.view(-1), own.view(-1))
-            else:
-                own -= target[rows]
-                sums[k] += own.abs().sum()
-                own.sign_()
-                if mask is not None:
-                    own *= mask[rows]
+            sums[k] += _term(own, None if mask is None else mask[rows], None if target is None else target[rows])
             if sloped:
                 slopes[0][k, :, rows] = x[k] @ own.T
                 slopes[1][k].addmm_(left, own)
@@ -73,17 +64,24 @@ def _by_blocks(
 def _whole(delta: Tensor, x: Tensor, mask: Tensor | None, target: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """As ``_by_blocks``, of whole gradients."""
     own = delta.mT @ x
+    return _term(own, mask, target), x @ own.mT, delta @ own
+
+
+def _term(own: Tensor, mask: Tensor | None, target: Tensor | None) -> Tensor:
+    """The sums of one term over gradients ``own`` ``(..., outputs, inputs)``, which become its slopes by their entries: of
+    squares half of them."""
     if mask is not None:
         own *= mask
     if target is None:
-        sums = own.square().sum((1, 2))
-    else:
-        own -= target
-        sums = own.abs().sum((1, 2))
-        own.sign_()
-        if mask is not None:
-            own *= mask
-    return sums, x @ own.mT, delta @ own
+        entries = own.flatten(-2)
+        squared: Tensor = torch.linalg.vecdot(entries, entries)  # of one gradient a dot product, which reads it once
+        return squared
+    own -= target
+    sums = own.abs().sum((-2, -1))
+    own.sign_()
+    if mask is not None:
+        own *= mask
+    return sums
 
 
 def squares(delta: Tensor, x: Tensor, mask: Tensor) -> Tensor:

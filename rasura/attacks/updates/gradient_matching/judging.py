@@ -126,7 +126,7 @@ class Judge:
 
     def in_orders(self, text: Texts, tried: Tensor) -> Tensor:
         """The distance of one candidate with its embeddings in each of the orders ``tried``; on the CPU."""
-        e = reordered(text.e.expand(len(tried), -1, -1, -1), tried.to(self.device))
+        e = reordered(text.e.expand(len(tried), -1, -1, -1), tried)
         return self.scores(Texts(e, text.lengths.expand(len(tried), -1), text.y)).cpu()
 
     def masks(self, count: int) -> list[Tensor]:

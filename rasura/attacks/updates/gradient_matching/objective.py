@@ -62,7 +62,8 @@ class Distance:
         for n in sizes if entries < 1 else ():
             if observed[n].dim() == 2 and (alpha or n in self.masks):
                 drawn = [torch.randperm(k, generator=rng)[: max(1, round(k * entries**0.5))] for k in observed[n].shape]
-                self.parts[n] = (drawn[0].to(observed[n].device), drawn[1].to(observed[n].device))
+                rows, columns = (kept.to(observed[n].device) for kept in drawn)
+                self.parts[n] = rows, columns
         self.targets = {n: self._part(n, g).contiguous() for n, g in self.observed.items()}
         self.shown = {n: self._part(n, m).to(self.targets[n].dtype) for n, m in self.masks.items() if n in sizes}
         self.scales = {n: g.numel() / self.targets[n].numel() for n, g in self.observed.items()}

@@ -51,5 +51,6 @@ def shuffles(free: Tensor, count: int, rng: torch.Generator) -> Tensor:
 
 
 def reordered(x: Tensor, order: Tensor) -> Tensor:
-    """``x`` ``(..., batch, length, hidden)`` with its positions taken in ``order`` ``(..., batch, length)``."""
-    return x.gather(-2, order[..., None].expand(*order.shape, x.shape[-1]))
+    """``x`` ``(..., batch, length, hidden)`` with its positions taken in ``order`` ``(..., batch, length)``, which may lie
+    elsewhere."""
+    return x.gather(-2, order[..., None].expand(*order.shape, x.shape[-1]).to(x.device))
