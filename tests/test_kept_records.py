@@ -121,6 +121,13 @@ def test_records_of_other_weights_or_texts_are_not_taken(place: Path) -> None:
     assert "4321" not in run()
 
 
+def test_a_study_says_that_none_of_the_records_beside_it_are_of_this_run(place: Path) -> None:
+    for options, told in (((), False), (("--budget", "default"), True), ((), False)):
+        shutil.rmtree("runs", ignore_errors=True)
+        ended = CliRunner().invoke(app, ["study", "one", "--defense", "none", *options], catch_exceptions=False)
+        assert ended.exit_code == 0 and ("no cell in" in ended.stderr) is told
+
+
 @pytest.mark.parametrize("change", ["{", '{"model": 1}', "[]", None])
 def test_damaged_records_are_refused(place: Path, change: str | None) -> None:
     run()

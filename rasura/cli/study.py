@@ -89,14 +89,20 @@ def of_audit(
 ) -> tuple[str, Any]:  # fmt: skip
     """Section and plot of an audit, alone or together with training. ``hours``: of what fits into them. Its cells go on
     from the records beside ``results``, of all studies, and are put there."""
-    from functools import partial
-
     from rasura.core.run_store import RunStore
     from rasura.studies import courses, files, kept, plots, tables
 
     # A study has the cells of its paper's table and gives no verdict, so it needs no baseline beside them.
     seconds = None if hours is None else 3600 * hours
     path = kept.path_of(found.name, results)
+
+    def known(model: str, cells: Any) -> Iterator[Any]:
+        records = list(kept.beside(path, results, model, cells, plan.metrics))
+        if not records and path.is_file():
+            say(f"no cell in {path} is of this run: they are of another model, other texts or another --budget; "
+                f"{results} has the command that they were made with", to=err)  # fmt: skip
+        yield from records
+
     run_audit(
         plan,
         folder,
@@ -104,7 +110,7 @@ def of_audit(
         Ending(as_json=as_json),
         baseline=False,
         seconds=seconds,
-        known=None if found.course else partial(kept.beside, path, results, metrics=plan.metrics),
+        known=None if found.course else known,
     )
     store = RunStore(folder)
     try:
