@@ -25,7 +25,7 @@ from rasura.core.rng import generator
 from rasura.core.threat import THREATS, observe
 from rasura.core.values import Grant, Message, Observation
 from rasura.registry import parse_defense
-from rasura.testing.tiny import CAUSAL_VOCABULARY, CLS, PAD, SEP, VOCABULARY, batch_of, tiny
+from rasura.testing.tiny import ALL, CAUSAL_VOCABULARY, CLS, PAD, SEP, UNSUPPORTED, VOCABULARY, batch_of, tiny
 from rasura.victims.step import gradients, step
 
 MASK = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0]])
@@ -82,18 +82,28 @@ def test_factored_equals_explicit(family: str, kind: Kind, alpha: float, batch: 
     assert float((a - b).norm() / b.norm()) < 1e-9
 
 
-@pytest.mark.parametrize("family", ["bert", "gpt2", "llama"])
+@pytest.mark.parametrize("family", sorted({*ALL} - {*UNSUPPORTED, "t5"}))
 def test_the_private_texts_themselves_fit_with_padding_too(family: str) -> None:
-    live = tiny(family, "classification", hidden=16).double()
-    ids = torch.tensor([[CLS, 40, 41, 42, 43, SEP], [CLS, 50, 51, SEP, PAD, PAD]])
+    precision = torch.float32 if family == "mixtral" else torch.float64  # its experts multiply in no other
+    live = tiny(family, "classification", hidden=16).to(precision)
+    ids = torch.tensor([[39, 40, 41, 42, 43, SEP], [39, 50, 51, SEP, PAD, PAD]])
     target, _ = gradients(live, {"input_ids": ids, "attention_mask": MASK, "labels": torch.tensor([0, 2])})
-    model = tiny(family, "classification", hidden=16).double().requires_grad_(False)
+    model = tiny(family, "classification", hidden=16).to(precision).requires_grad_(False)
     factoriser = Factoriser(model, list(target))
     e = model.get_input_embeddings()(ids)[None].requires_grad_(True)  # type: ignore[operator]
-    onehot = nn.functional.one_hot(torch.tensor([[0, 2]]), 3).double()
+    onehot = nn.functional.one_hot(torch.tensor([[0, 2]]), 3).to(precision)
     found = factoriser(e, MASK, lambda z: soft_cross_entropy(z, onehot), graph=False)
     size = sum(float(target[n].square().sum()) for n in factoriser.names)
-    assert float(Distance(factoriser.observed(target), "l2")(found).detach()) < 1e-12 * size
+    assert size > 0
+    assert (
+        float(Distance(factoriser.observed(target), "l2")(found).detach()) < (1e-10 if family == "mixtral" else 1e-12) * size
+    )
+
+
+def test_layers_that_all_texts_share_are_not_matched() -> None:
+    model = tiny("deberta-v2", "classification").requires_grad_(False)
+    names = Factoriser(model, [n for n, _ in model.named_parameters()]).names
+    assert any("intermediate" in n for n in names) and not any("pos_" in n or "rel_embeddings" in n for n in names)
 
 
 def test_hidden_entries_count_on_neither_side() -> None:

@@ -10,6 +10,7 @@ import torch
 from span_setting import TEXTS, seen_by_server
 from torch import nn
 
+from rasura.attacks.updates.gradient_matching.presets import dlg
 from rasura.attacks.updates.span.rows import block_spaces, visible_blocks
 from rasura.attacks.updates.span.sentences import rearranged
 from rasura.attacks.updates.span_matching import SpanMatching
@@ -87,6 +88,13 @@ def test_words_twice_and_words_of_known_texts_do_not_fit() -> None:
     after = objective.texts([one, changed, two])
     assert after[2] < 1e-7 and before[[0, 2]].max() < 1e-9
     assert after[1] > 2 * before[1] > 0
+
+
+def test_a_model_that_takes_no_embeddings_is_not_attacked() -> None:
+    seen = seen_by_server(tiny("t5", "classification"), batch_of([[40, 41, SEP]], "classification"), "classification")
+    for attack in (SpanMatching(), dlg()):
+        with pytest.raises(NotApplicable, match="T5ForSequenceClassification takes no embeddings"):
+            attack(seen, rng=generator(0), budget=Budget("quick"))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

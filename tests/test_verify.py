@@ -194,6 +194,13 @@ def test_a_head_that_is_half_hidden_or_trained_by_adamw_tells_no_labels() -> Non
 # --- the error of a guess
 
 
+@pytest.mark.parametrize("local", [FEDSGD, Local("fedavg-sgd", 3, 0.001)])
+def test_granted_labels_of_another_number_of_texts_fit_no_guess(local: Local) -> None:
+    seen = seen_of(tiny("distilbert", "classification"), [TEXT, SHORT], [2, 1], local=local, threat=WITH_LABELS)
+    assert check(seen, [SHORT]) == check(seen, [SHORT, TEXT, TEXT]) == (math.inf, None)
+    assert prove(seen, [SHORT]) is None
+
+
 def test_a_check_says_the_error_and_the_labels() -> None:
     seen = seen_of(tiny("bert", "classification"), [TEXT, SHORT], [2, 1])
     error, labels = check(seen, [SHORT, TEXT])

@@ -65,7 +65,8 @@ def parse_update(text: str) -> tuple[Local, Defense]:
     name, *figures = first.split(":")
     spec = named(name, UPDATES, "update")
     if len(figures) > spec.figures or len(figures) < spec.needed:
-        raise InputError(f"update {first!r} takes {spec.figures} figures, found {len(figures)}: {spec.about}")
+        takes = f"{spec.figures} figure{'s' * (spec.figures != 1)}"
+        raise InputError(f"update {first!r} takes {takes}, found {len(figures)}: {spec.about}")
     try:
         local: Local = spec.make(*figures)
     except InputError:

@@ -115,6 +115,17 @@ def first_inputs(model: nn.Module, tokens: Tensor, position: int, segment: int =
     return layer_inputs(model, [module], input_ids=ids, attention_mask=torch.ones_like(ids), **extra)[module][:, -1]
 
 
+@torch.no_grad()
+def takes_embeddings(model: nn.Module) -> bool:
+    """Whether the model takes embeddings in place of tokens. T5's classifier does not."""
+    weight = model.get_parameter(parts(model).word_embedding)
+    try:
+        model(inputs_embeds=weight[None, :2], attention_mask=torch.ones(1, 2, dtype=torch.long, device=weight.device))
+    except NotImplementedError:
+        return False
+    return True
+
+
 def read_position(model: nn.Module) -> int | None:
     """The one position that a classifier's head reads: 0 for the first, -1 for the last token; None if it reads several.
 

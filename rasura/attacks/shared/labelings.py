@@ -26,11 +26,14 @@ def pad(tokens: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
 def labelings(seen: Observation, ids: Tensor, mask: Tensor, types: Tensor | None) -> list[Tensor]:
     """Which labels to try for the guessed texts: the granted ones, the ones that the head's gradient gives, or all of them.
 
-    Rows may come in another order than the batch's, so granted labels are tried in every order.
+    Rows may come in another order than the batch's, so granted labels are tried in every order. None fit more or fewer texts
+    than there are granted labels.
     """
     if seen.task == "causal":
         return [targets(ids, mask)]
     batch = len(ids)
+    if Grant.LABELS in seen and batch != len(seen.labels):
+        return []
     if Grant.LABELS in seen and batch <= 4:
         return [torch.tensor(p) for p in sorted(set(itertools.permutations(seen.labels.tolist())))]
     solved = None if announced_update(seen).adaptive else _labels_from_head(seen, ids, mask, types)

@@ -156,6 +156,8 @@ class Factoriser:
     def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
         self.model = model
         self.layers = layers(model, names)
+        passed = self._of_each_text()
+        self.layers = [layer for layer in self.layers if layer.module in passed]
         self.encoder = self._encoder()
 
     @property
@@ -203,32 +205,47 @@ class Factoriser:
     def _by_hooks(
         self, e: Tensor, mask: Tensor, loss: Callable[[Tensor], Tensor], graph: bool
     ) -> dict[str, tuple[Tensor, Tensor]]:
-        """By module: its input, of a norm the normalised one, and the slope of ``loss`` by its output."""
-        kept: dict[str, tuple[Tensor, Tensor]] = {}
-
-        def hook(name: str) -> Any:
-            def record(_: nn.Module, args: tuple[Any, ...], out: Tensor) -> None:
-                kept[name] = (args[0], out)
-
-            return record
-
-        handles = [self.model.get_submodule(s.module).register_forward_hook(hook(s.module)) for s in self.layers]
-        try:
-            logits = classified(self.model, e, mask)
-        finally:
-            for handle in handles:
-                handle.remove()
-        used = [s for s in self.layers if s.module in kept]
-        outputs = [kept[s.module][1] for s in used]
+        """By module: its inputs, of a norm the normalised ones, and the slopes of ``loss`` by its outputs, ``(texts, places,
+        width)``. The blocks of ALBERT are one module, so a text passes it several times: all of its places."""
+        logits, calls = self._called(e, mask)
+        outputs = [y for _, _, y in calls]
         slopes = torch.autograd.grad(loss(logits).sum(), outputs, create_graph=graph, allow_unused=True)
-        found = {}
-        for layer, slope in zip(used, slopes):
-            x, y = kept[layer.module]
+        found: dict[str, list[tuple[Tensor, Tensor]]] = {}
+        for (layer, x, y), slope in zip(calls, slopes):
             if layer.linear is None:
                 eps: float = self.model.get_submodule(layer.module).eps  # type: ignore[assignment]  # a LayerNorm
                 x = nn.functional.layer_norm(x, x.shape[-1:], eps=eps)
-            found[layer.module] = (x, torch.zeros_like(y) if slope is None else slope)
-        return found
+            slope = torch.zeros_like(y) if slope is None else slope
+            x, slope = (t.reshape(len(e), -1, t.shape[-1]) for t in (x, slope))
+            found.setdefault(layer.module, []).append((x, slope))
+        return {
+            name: (torch.cat([x for x, _ in some], 1), torch.cat([d for _, d in some], 1)) for name, some in found.items()
+        }
+
+    def _called(self, e: Tensor, mask: Tensor) -> tuple[Tensor, list[tuple[Layer, Tensor, Tensor]]]:
+        """The logits, and every call of a layer with its input and its output."""
+        calls: list[tuple[Layer, Tensor, Tensor]] = []
+
+        def hook(layer: Layer) -> Any:
+            return lambda _, args, out: calls.append((layer, args[0], out))
+
+        handles = [self.model.get_submodule(s.module).register_forward_hook(hook(s)) for s in self.layers]
+        try:
+            return classified(self.model, e, mask), calls
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @torch.no_grad()
+    def _of_each_text(self) -> set[str]:
+        """The modules that every text passes by itself. DeBERTa's layers also take its relative positions, which are one
+        input for all texts: no candidate has slopes of its own there."""
+        texts, length = 7, 5
+        weight = self.model.get_parameter(parts(self.model).word_embedding)
+        mask = torch.ones(texts, length, dtype=torch.long, device=weight.device)
+        calls = self._called(weight.new_zeros(texts, length, weight.shape[1]), mask)[1]
+        shared = {layer.module for layer, x, _ in calls if len(x) not in (texts, texts * length)}
+        return {layer.module for layer, _, _ in calls} - shared
 
     def _encoder(self) -> Encoder | None:
         """The model's weights for ``by_hand``, where both ways give the same gradients of two short texts."""
