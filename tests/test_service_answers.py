@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from commands import rasura_command, refused
 from safetensors.torch import load_file, save_file
-from service_setting import ALICE, TEXTS, Setting, setting, token_file
+from service_setting import ALICE, TEXTS, Setting, ask, setting, token_file
 
+from rasura.core.errors import InputError
 from rasura.core.rng import generator
 from rasura.server.client import Client
+from rasura.server.inference import Decoding, Prompt
+from rasura.server.limits import Refused
 from rasura.service_protections.obfuslm.folder import obfuscate_model
 from rasura.service_protections.obfuslm.settings import ObfuscationSettings
 from rasura.testing.tiny import tiny, tokenizer_folder
@@ -67,3 +72,61 @@ def test_a_continuation_that_ends_within_a_character_is_shown_to_its_end(setting
         client.upload(tmp_path / "cut", "cut")
         found = "".join(client.generate("cut", prompt, new_tokens=5))
     assert found.count("\ufffd") >= 4 and len(found.split()) == 5 and found.endswith("\ufffd")
+
+
+def damaged(setting: Setting, place: Path, tensor: str, row: int | slice) -> Path:
+    """The llama with a ``row`` of ``tensor`` that is not a number."""
+    folder = shutil.copytree(setting.folder / "llama", place)
+    weights = load_file(folder / "model.safetensors")
+    weights[next(name for name in weights if tensor in name)][row] = float("nan")
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def test_a_continuation_of_a_model_that_gives_no_number_is_refused(setting: Setting, tmp_path: Path) -> None:
+    with setting.client(key="llama") as client:
+        client.upload(damaged(setting, tmp_path / "nan", "norm", slice(None)), "nan")
+        for temperature in (0.0, 1.0):
+            with pytest.raises(InputError, match=r"\(409\): the model's answer is not a finite number"):
+                next(client.generate("nan", TEXTS[0], new_tokens=8, temperature=temperature))
+        assert ask(setting, "POST", "/v1/models/nan/generate", json={"input": [1, 5], "new_tokens": 1}).status_code == 409
+
+
+def test_a_continuation_that_is_cut_off_says_so_in_its_last_line(setting: Setting, tmp_path: Path) -> None:
+    for k in range(5, 60):  # a beginning that is not at its end with the first token
+        start = {"input": [1, k, 9], "new_tokens": 3}
+        lines = [json.loads(n) for n in ask(setting, "POST", "/v1/models/stories/generate", json=start).text.splitlines()]
+        if len(lines) == 4:
+            break
+    first = lines[0]["id"]
+    assert first not in (1, k, 9) and lines[-1] == {"end": True} and len(lines) == 4
+    with setting.client(key="llama") as client:
+        client.upload(damaged(setting, tmp_path / "cut", "embed_tokens", first), "second")
+        found = ask(setting, "POST", "/v1/models/second/generate", json=start)
+        told = [json.loads(line) for line in found.text.splitlines()]
+        assert found.status_code == 200 and told[0] == {"id": first} and len(told) == 2
+        assert "not a finite number" in told[1]["error"]
+        stream = client._server.stream("/v1/models/second/generate", start)
+        assert next(stream) == first
+        with pytest.raises(InputError, match="ended the text early: the model's answer is not a finite number"):
+            next(stream)
+
+
+@pytest.mark.parametrize("top_k", [0, 5])
+@pytest.mark.parametrize("temperature", [1e-9, 1e-40, 5e-324])
+def test_every_positive_temperature_is_one(temperature: float, top_k: int) -> None:
+    model = tiny("llama", "causal", hidden=32)
+    prompts = [Prompt([5, 9, 40], 6), Prompt([5, 9, 40], 6, temperature, top_k, seed=3), Prompt([7], 6)]
+    together, alone = Decoding(model, prompts, 0), Decoding(model, prompts[2:], 0)
+    for _ in range(6):
+        best, cold, other = together.step()
+        assert best == cold and other == alone.step()[0]
+
+
+def test_a_prompt_without_finite_scores_ends_alone() -> None:
+    model: Any = tiny("llama", "causal", hidden=32)
+    whole = Decoding(model, [Prompt([5, 9, 40], 6)], 0).step()
+    with torch.no_grad():
+        model.get_input_embeddings().weight[7] = float("nan")
+    first, second = Decoding(model, [Prompt([7], 6), Prompt([5, 9, 40], 6)], 0).step()
+    assert isinstance(first, Refused) and first.status == 409 and [second] == whole

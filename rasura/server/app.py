@@ -4,7 +4,6 @@
 
 import asyncio
 import html
-import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import asdict
@@ -233,16 +232,10 @@ def _inference(service: Service) -> Any:
 
     @router.post("/v1/models/{name}/generate")
     async def generate(request: Request, name: str, body: Start) -> Any:
-        """Continue a text: a line {"id"} for each new token, then {"end": true}."""
+        """Continue a text: a line {"id"} for each new token, then {"end": true}, or {"error"} where it was cut off."""
         model = service.store.model(_tenant(request), name)
-        ids = service.continued(model, Prompt(body.input, body.new_tokens, body.temperature, body.top_k, body.seed))
-
-        async def lines() -> AsyncIterator[str]:
-            async for token in ids:
-                yield json.dumps({"id": token}) + "\n"
-            yield json.dumps({"end": True}) + "\n"
-
-        return StreamingResponse(lines(), media_type="application/x-ndjson")
+        prompt = Prompt(body.input, body.new_tokens, body.temperature, body.top_k, body.seed)
+        return StreamingResponse(await service.continued(model, prompt), media_type="application/x-ndjson")
 
     return router
 

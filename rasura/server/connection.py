@@ -103,7 +103,8 @@ class Connection:
             raise InputError(f"the answer of {self.url} is not JSON; is it a server of rasura serve?") from None
 
     def stream(self, path: str, body: Any) -> Iterator[int]:
-        """The streamed ids of the server, one per line. Raises ``InputError`` if the end is missing."""
+        """The streamed ids of the server, one per line. Raises ``InputError`` if the end is missing, or with the reason
+        that the server gives in place of it."""
         try:
             with self._http.stream("POST", path, json=body) as answer:
                 if answer.status_code >= 400:
@@ -111,9 +112,12 @@ class Connection:
                 for line in answer.iter_lines():
                     try:
                         found = json.loads(line)
-                        token = None if found.get("end") else int(found["id"])
-                    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+                        error = found.get("error")
+                        token = None if error is not None or found.get("end") else int(found["id"])
+                    except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError):
                         raise InputError(f"the answer of {self.url} is not a line with an id") from None
+                    if error is not None:
+                        raise InputError(f"the server ended the text early: {error}")
                     if token is None:
                         return
                     yield token

@@ -62,8 +62,8 @@ class Decoding:
                 generator.manual_seed(prompt.seed)
 
     @torch.no_grad()
-    def step(self) -> list[int]:
-        """The next id of every prompt."""
+    def step(self) -> list[int | Refused]:
+        """The next id of every prompt; ``Refused`` for one whose scores are not finite, which ends that prompt alone."""
         # The logits of the last token alone: those of a long prompt would take more than the model.
         found = self.model(
             input_ids=self.next, attention_mask=self.mask, position_ids=self.positions, past_key_values=self.cache,
@@ -72,20 +72,26 @@ class Decoding:
         self.cache = found.past_key_values
         logits = found.logits[:, -1].float().cpu()
         chosen = [_chosen(row, p, g) for row, p, g in zip(logits, self.prompts, self.generators)]
-        self.next = torch.tensor(chosen, device=self.device)[:, None]
+        self.next = torch.tensor([0 if isinstance(c, Refused) else c for c in chosen], device=self.device)[:, None]
         self.mask = torch.cat([self.mask, torch.ones_like(self.next)], 1)
         self.positions = self.positions[:, -1:] + 1
         return chosen
 
 
-def _chosen(logits: Tensor, prompt: Prompt, generator: torch.Generator) -> int:
+def _chosen(logits: Tensor, prompt: Prompt, generator: torch.Generator) -> int | Refused:
+    if not bool(logits.isfinite().all()):
+        return not_finite()
     if prompt.temperature == 0:
         return int(logits.argmax())
-    if 0 < prompt.top_k < len(logits):
-        kept = logits.topk(prompt.top_k)
-        k = int(torch.multinomial((kept.values / prompt.temperature).softmax(0), 1, generator=generator))
-        return int(kept.indices[k])
-    return int(torch.multinomial((logits / prompt.temperature).softmax(0), 1, generator=generator))
+    kept = logits.double().topk(prompt.top_k if 0 < prompt.top_k < len(logits) else len(logits))
+    # At most 0 before they are divided: however small the temperature, none becomes infinite but those that are never drawn.
+    shares = ((kept.values - kept.values[0]) / prompt.temperature).softmax(0)
+    return int(kept.indices[int(torch.multinomial(shares, 1, generator=generator))])
+
+
+def not_finite() -> Refused:
+    """The refusal of an answer that a model did not give."""
+    return Refused(409, "the model's answer is not a finite number; its weights are damaged or its training failed")
 
 
 class Engine:
@@ -236,7 +242,7 @@ class Engine:
                     if k in finished:
                         continue
                     prompt.out.put_nowait(token)
-                    if prompt.closed or token in ends or made >= prompt.new_tokens:
+                    if isinstance(token, Refused) or prompt.closed or token in ends or made >= prompt.new_tokens:
                         finished.add(k)
                         prompt.out.put_nowait(None)
         except Exception as error:

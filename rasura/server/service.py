@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,10 +15,12 @@ import torch
 
 from rasura.server import data, memory
 from rasura.server.container import CONTENT_TYPE, Incoming, Outgoing
-from rasura.server.inference import Engine, Prompt
+from rasura.server.inference import Engine, Prompt, not_finite
 from rasura.server.jobs import Supervisor
 from rasura.server.limits import Limits, Refused
 from rasura.server.store import Model, Store
+
+log = logging.getLogger("rasura.server")
 
 
 @dataclass(frozen=True)
@@ -94,17 +98,21 @@ class Service:
         ]
         logits = await self.engine.classify(model, rows)
         if not bool(logits.isfinite().all()):
-            raise Refused(409, "the model's answer is not a finite number; its weights are damaged or its training failed")
+            raise not_finite()
         found: list[list[float]] = logits.tolist()
         return found
 
-    def continued(self, model: Model, prompt: Prompt) -> AsyncIterator[int]:
-        """The new tokens of ``prompt`` as they come."""
+    async def continued(self, model: Model, prompt: Prompt) -> AsyncIterator[str]:
+        """The lines of an answer to ``prompt``: its new tokens as they come, then the end, or the error that ended them.
+
+        They begin when the first token is there. So what fails before is an answer of its own, with its status.
+        """
         longest = model.about["max_length"] - prompt.new_tokens
         if longest < 1 and model.about["kind"] == "causal":
             raise Refused(422, f"new_tokens must be below the model's {model.about['max_length']} tokens")
         self._check_ids(model, "causal", [prompt.ids], longest, prompt.new_tokens)
-        return self.engine.generate(model, prompt)
+        ids = self.engine.generate(model, prompt)
+        return _lines(await anext(ids), ids)
 
     def _check_ids(self, model: Model, kind: str, texts: list[list[int]], longest: int, new_tokens: int = 0) -> None:
         if model.about["kind"] != kind:
@@ -117,3 +125,22 @@ class Service:
                 raise Refused(422, f"text {number} has ids outside the vocabulary's 0 .. {size - 1}")
             memory.check_text(model.about, number, len(ids), self.limits.memory, new_tokens)
         self.engine.check_room(model.tenant)
+
+
+async def _lines(first: int, ids: AsyncIterator[int]) -> AsyncIterator[str]:
+    """A line for each id, and one for how they ended."""
+    yield _line(id=first)
+    try:
+        async for token in ids:
+            yield _line(id=token)
+    except Refused as refused:
+        yield _line(error=refused.detail)
+    except Exception as error:  # only its type is logged: a message may quote a body
+        log.error("a generation failed: %s", type(error).__name__)
+        yield _line(error="the server failed")
+    else:
+        yield _line(end=True)
+
+
+def _line(**told: int | str | bool) -> str:
+    return json.dumps(told) + "\n"
