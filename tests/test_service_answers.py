@@ -12,11 +12,13 @@ import pytest
 import torch
 from commands import rasura_command, refused
 from safetensors.torch import load_file, save_file
-from service_setting import ALICE, TEXTS, Setting, ask, setting, token_file
+from service_setting import ALICE, TEXTS, Setting, ask, container, setting, token_file
 
 from rasura.core.errors import InputError
 from rasura.core.rng import generator
+from rasura.data.text import Example
 from rasura.server.client import Client
+from rasura.server.container import CONTENT_TYPE
 from rasura.server.inference import Decoding, Prompt
 from rasura.server.limits import Refused
 from rasura.service_protections.obfuslm.folder import obfuscate_model
@@ -130,3 +132,31 @@ def test_a_prompt_without_finite_scores_ends_alone() -> None:
         model.get_input_embeddings().weight[7] = float("nan")
     first, second = Decoding(model, [Prompt([7], 6), Prompt([5, 9, 40], 6)], 0).step()
     assert isinstance(first, Refused) and first.status == 409 and [second] == whole
+
+
+def test_ids_of_an_old_key_are_refused_by_a_new_model_of_the_name(setting: Setting, tmp_path: Path) -> None:
+    for name in ("old", "new"):
+        obfuscate_model(
+            setting.folder / "bert-plain", tmp_path / name, tmp_path / f"{name}.key", ObfuscationSettings(k=4),
+            num_labels=3, rng=generator(1, name),
+        )  # fmt: skip
+    url, texts = setting.server.url, [Example("w20 w21 the w22", None, k) for k in range(3)]
+    with Client(url, ALICE, key=tmp_path / "old.key") as old, Client(url, ALICE, key=tmp_path / "new.key") as new:
+        old.upload(tmp_path / "old", "replaced")
+        assert len(old.classify("replaced", ["w20 w21"])) == 1
+        pair = old.model("replaced")["pair"]
+        new.delete("replaced")
+        new.upload(tmp_path / "new", "replaced")
+        with pytest.raises(InputError, match=r"\(409\): the model of this name is another one than these ids are for"):
+            old.classify("replaced", ["w20 w21"])
+        for call in (lambda: old.classify("replaced", ["w20 w21"]), lambda: old.train("replaced", texts, "trained")):
+            with pytest.raises(InputError, match="the key belongs to the obfuscated model"):
+                call()
+        assert len(new.classify("replaced", ["w20 w21"])) == 1
+        new.delete("replaced")
+    for path, body in (("notes/classify", {"inputs": [[1, 5]]}), ("stories/generate", {"input": [1, 5], "new_tokens": 1})):
+        assert ask(setting, "POST", f"/v1/models/{path}", json={**body, "pair": pair}).status_code == 409
+        assert ask(setting, "POST", f"/v1/models/{path}", json=body).status_code == 200
+    job = container({"output": "trained", "pair": pair}, {"data.safetensors": b"\0" * 20})
+    answer = ask(setting, "POST", "/v1/models/notes/jobs", content=job, headers={"Content-Type": CONTENT_TYPE})
+    assert answer.status_code == 409 and "another one than these ids are for" in answer.text

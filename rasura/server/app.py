@@ -16,7 +16,7 @@ from rasura.server.container import CONFIG, CONTENT_TYPE, DATA, WEIGHTS, Outgoin
 from rasura.server.guard import Guard
 from rasura.server.inference import Prompt
 from rasura.server.limits import Limits, Refused, Tenants
-from rasura.server.service import Service
+from rasura.server.service import Service, check_pair
 from rasura.server.store import Store, exclusive
 
 _BODY = {"requestBody": {"required": True, "content": {CONTENT_TYPE: {"schema": {"type": "string", "format": "binary"}}}}}
@@ -162,12 +162,13 @@ def _jobs(service: Service) -> Any:
 
     @router.post("/v1/models/{name}/jobs", status_code=202, openapi_extra=_BODY)
     async def start_job(request: Request, name: str) -> dict[str, Any]:
-        """Fine-tune a model into a new one: header {"output", "settings", "files"}, then data.safetensors."""
+        """Fine-tune a model into a new one: header {"output", "settings", "pair", "files"}, then data.safetensors."""
         tenant = _tenant(request)
         model = store.model(tenant, name)
         settings: list[data.JobSettings] = []
 
         def check(head: dict[str, Any]) -> None:
+            check_pair(model, head.get("pair"))
             store.check_free(tenant, checked_name(head.get("output"), "output"))
             settings.append(data.JobSettings.read(head.get("settings", {}), model.about))
 
@@ -209,13 +210,18 @@ def _inference(service: Service) -> Any:
     Id = Annotated[int, Field(strict=True, ge=0)]
     Bit = Annotated[int, Field(strict=True, ge=0, le=1)]
 
-    class Texts(BaseModel):
+    class Encoded(BaseModel):
+        """``pair``: that of the model which the ids were encoded for; for any other model they are refused."""
+
+        pair: str | None = None
+
+    class Texts(Encoded):
         """Texts as token ids, special ones included; ``types`` 0 or 1 for each id where texts are pairs."""
 
         inputs: Annotated[list[list[Id]], Field(min_length=1, max_length=limits.inputs)]
         types: list[list[Bit]] | None = None
 
-    class Start(BaseModel):
+    class Start(Encoded):
         """The beginning of a text as token ids. Temperature 0 takes the likeliest token."""
 
         input: list[Id]
@@ -227,13 +233,13 @@ def _inference(service: Service) -> Any:
     @router.post("/v1/models/{name}/classify")
     async def classify(request: Request, name: str, body: Texts) -> dict[str, Any]:
         """The logits of each text's labels."""
-        model = service.store.model(_tenant(request), name)
+        model = service.model(_tenant(request), name, body.pair)
         return {"logits": await service.classified(model, body.inputs, body.types)}
 
     @router.post("/v1/models/{name}/generate")
     async def generate(request: Request, name: str, body: Start) -> Any:
         """Continue a text: a line {"id"} for each new token, then {"end": true}, or {"error"} where it was cut off."""
-        model = service.store.model(_tenant(request), name)
+        model = service.model(_tenant(request), name, body.pair)
         prompt = Prompt(body.input, body.new_tokens, body.temperature, body.top_k, body.seed)
         return StreamingResponse(await service.continued(model, prompt), media_type="application/x-ndjson")
 

@@ -7,6 +7,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -109,9 +110,17 @@ class Client:
     def model(self, name: str) -> Mapping[str, Any]:
         """The server's description of a model: kind, vocabulary, max_length, labels, classes (their names, if it
         has names), pair."""
-        if name not in self._known:
-            self._known[name] = self._server.ask("GET", f"/v1/models/{_quoted(name)}")
+        self._known[name] = self._server.ask("GET", f"/v1/models/{_quoted(name)}")
         return self._known[name]
+
+    @contextmanager
+    def _described(self, name: str) -> Iterator[Mapping[str, Any]]:
+        """The description of ``name``, which is forgotten if the block is refused: the model may be another one now."""
+        try:
+            yield self._known[name] if name in self._known else self.model(name)
+        except InputError:
+            self._known.pop(name, None)
+            raise
 
     def delete(self, name: str) -> None:
         """Delete a model."""
@@ -128,17 +137,17 @@ class Client:
         from rasura.data.text import load_examples, load_labelled
         from rasura.server.data import write
 
+        about = self.model(name)
         chosen: Sequence[Any] = list(examples) if not isinstance(examples, str | Path) else ()
         if isinstance(examples, str | Path):
-            about = self.model(name)
             labelled = about["kind"] == "classification"
             classes = [str(c) for c in about.get("classes", ())]  # older stores hold none
             chosen = load_labelled(examples, classes, name, count=about["labels"]) if labelled else load_examples(examples)
-        rows = self._rows(name, chosen, truncate)
+        rows = self._rows(name, about, chosen, truncate)
         with tempfile.TemporaryDirectory() as place:
             write(rows, Path(place) / DATA)
-            about = {"output": output, "settings": settings}
-            return self._server.send(f"/v1/models/{_quoted(name)}/jobs", about, Path(place), (DATA,))
+            head = {"output": output, "settings": settings, "pair": about["pair"]}
+            return self._server.send(f"/v1/models/{_quoted(name)}/jobs", head, Path(place), (DATA,))
 
     def jobs(self) -> list[dict[str, Any]]:
         """The tenant's jobs."""
@@ -173,16 +182,17 @@ class Client:
         from rasura.data.text import Example
 
         seconds: Sequence[str | None] = pairs or [None] * len(texts)
-        rows = self._rows(name, [Example(a, b, 0) for a, b in zip(texts, seconds, strict=True)], truncate)
         out: list[Answer] = []
-        for start in range(0, len(rows), 256):
-            some = rows[start : start + 256]
-            body: dict[str, Any] = {"inputs": [row.input_ids[0].tolist() for row in some]}
-            types = [row.token_type_ids for row in some]
-            if all(t is not None for t in types):
-                body["types"] = [t[0].tolist() for t in types if t is not None]
-            logits = _logits(self._server.ask("POST", f"/v1/models/{_quoted(name)}/classify", body), len(some), self.url)
-            out += [Answer(int(p.argmax()), tuple(p.tolist())) for p in logits.softmax(1)]
+        with self._described(name) as about:
+            rows = self._rows(name, about, [Example(a, b, 0) for a, b in zip(texts, seconds, strict=True)], truncate)
+            for start in range(0, len(rows), 256):
+                some = rows[start : start + 256]
+                body: dict[str, Any] = {"pair": about["pair"], "inputs": [row.input_ids[0].tolist() for row in some]}
+                types = [row.token_type_ids for row in some]
+                if all(t is not None for t in types):
+                    body["types"] = [t[0].tolist() for t in types if t is not None]
+                answer = self._server.ask("POST", f"/v1/models/{_quoted(name)}/classify", body)
+                out += [Answer(int(p.argmax()), tuple(p.tolist())) for p in _logits(answer, len(some), self.url).softmax(1)]
         return out
 
     def generate(
@@ -196,12 +206,17 @@ class Client:
         seed: int | None = None,
     ) -> Iterator[str]:
         """The continuation of ``prompt``, piece by piece."""
-        tokenizer = self._tokenizer(name)
+        with self._described(name) as about:
+            settings = {"new_tokens": new_tokens, "temperature": temperature, "top_k": top_k, "seed": seed}
+            yield from self._continued(name, about, prompt, settings)
+
+    def _continued(self, name: str, about: Mapping[str, Any], prompt: str, settings: Mapping[str, Any]) -> Iterator[str]:
+        tokenizer = self._tokenizer(name, about)
         ids = tokenizer(prompt)["input_ids"]
         if len(ids) > 1 and ids[-1] in (tokenizer.eos_token_id, tokenizer.sep_token_id):
             # Some tokenizers end every text; what is to go on has not ended.
             ids = ids[:-1]
-        body = {"input": ids, "new_tokens": new_tokens, "temperature": temperature, "top_k": top_k, "seed": seed}
+        body = {"pair": about["pair"], "input": ids, **settings}
         new: list[int] = []
         before, text, shown = tokenizer.decode(ids, skip_special_tokens=True), "", 0
         for token in self._server.stream(f"/v1/models/{_quoted(name)}/generate", body):
@@ -215,10 +230,10 @@ class Client:
         if len(text) > shown:
             yield text[shown:]
 
-    def _tokenizer(self, name: str) -> Any:
+    def _tokenizer(self, name: str, about: Mapping[str, Any]) -> Any:
         from rasura.service_protections.obfuslm.tokenizer import ObfuscatedTokenizer
 
-        pair = self.model(name).get("pair")
+        pair = about.get("pair")
         if self._key is None:
             raise InputError("texts need the model's key; pass key, the file of rasura protect obfuslm")
         if not pair:
@@ -229,11 +244,11 @@ class Client:
             self._tokenizers[pair] = ObfuscatedTokenizer(self._key, self._passphrase, model=pair)
         return self._tokenizers[pair]
 
-    def _rows(self, name: str, examples: Sequence[Any], truncate: bool) -> list[Any]:
+    def _rows(self, name: str, about: Mapping[str, Any], examples: Sequence[Any], truncate: bool) -> list[Any]:
         from rasura.data.text import encode
         from rasura.victims.batching import split
 
-        tokenizer, about = self._tokenizer(name), self.model(name)
+        tokenizer = self._tokenizer(name, about)
         longest = min(about["max_length"], int(tokenizer.model_max_length))
         return [
             row

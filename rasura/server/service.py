@@ -42,6 +42,12 @@ class Service:
         """The service of ``store``, whose models run and are trained on ``device``."""
         return cls(store, limits, Engine(store, device, limits), Supervisor(store, device))
 
+    def model(self, tenant: str, name: str, pair: str | None) -> Model:
+        """The tenant's model ``name``. ``pair``: the model that its request's ids were encoded for; None: not told."""
+        found = self.store.model(tenant, name)
+        check_pair(found, pair)
+        return found
+
     def check_bytes(self, tenant: str, total: int) -> None:
         """Refuse (413) more bytes of models than one tenant may have."""
         if total > self.limits.tenant_bytes:
@@ -125,6 +131,12 @@ class Service:
                 raise Refused(422, f"text {number} has ids outside the vocabulary's 0 .. {size - 1}")
             memory.check_text(model.about, number, len(ids), self.limits.memory, new_tokens)
         self.engine.check_room(model.tenant)
+
+
+def check_pair(model: Model, pair: Any) -> None:
+    """Raises ``Refused`` (409) where ids that were encoded for the model ``pair`` come to another one."""
+    if pair is not None and pair != model.about.get("pair"):
+        raise Refused(409, "the model of this name is another one than these ids are for; try again with that model's key")
 
 
 async def _lines(first: int, ids: AsyncIterator[int]) -> AsyncIterator[str]:

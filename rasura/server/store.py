@@ -215,7 +215,7 @@ class Store:
         target = self.folder / "jobs" / job.id
         try:
             with self._transaction() as db:
-                self.model(model.tenant, model.name)
+                self.model_by_id(model.id)
                 self._check_free(model.tenant, output, None)
                 count = self._rows("SELECT COUNT(*) FROM jobs WHERE tenant = ? AND state IN (?, ?)", model.tenant, *OPEN)
                 if count[0][0] >= max_open:
