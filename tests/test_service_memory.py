@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -19,7 +20,8 @@ from service_setting import ALICE, BOB, Server, Setting, ask, container, make_mo
 from rasura.server import memory
 from rasura.server.container import CONTENT_TYPE
 from rasura.server.limits import MIB, Limits, Refused
-from rasura.server.models import checked
+from rasura.server.models import checked, opened
+from rasura.testing.tiny import tiny
 
 BERT = {
     "kind": "classification", "hidden": 768, "blocks": 12, "heads": 12, "inner": 3072, "vocabulary": 30522, "labels": 2,
@@ -156,6 +158,38 @@ def test_one_tenant_cannot_fill_the_queue() -> None:
     engine.close()
 
 
+@pytest.mark.parametrize("family", ["bert", "roberta", "distilbert", "gpt2", "llama"])
+def test_no_config_makes_a_model_keep_more_than_is_counted(family: str, tmp_path: Path) -> None:
+    model: Any = tiny(family, "classification", blocks=2, hidden=32)
+    model.save_pretrained(tmp_path)
+    ids = {"input_ids": torch.tensor([[1, 5, 9, 2]]), "attention_mask": torch.ones(1, 4, dtype=torch.long)}
+    with torch.no_grad():
+        expected = model.eval()(**ids).logits
+    told, config = checked(tmp_path), json.loads((tmp_path / "config.json").read_text())
+    keeping = {
+        "output_attentions": True, "output_hidden_states": True, "output_cross_attentions": True, "use_cache": True,
+        "return_dict": False, "chunk_size_feed_forward": 3, "attn_implementation": "eager", "problem_type": "regression",
+    }  # fmt: skip
+    names = {"intermediate_size", "hidden_dim", "n_inner"} - set(config)
+    (tmp_path / "config.json").write_text(json.dumps({**config, **keeping, **dict.fromkeys(names, 1)}))
+    assert checked(tmp_path) == told
+    with torch.no_grad():
+        found = opened(tmp_path, "classification", "cpu")(**ids)
+    assert set(found) == {"logits"} and torch.allclose(found.logits, expected, atol=1e-6)
+
+
+def test_heads_that_are_wider_than_the_model_count(tmp_path: Path) -> None:
+    config = transformers.LlamaConfig(
+        vocab_size=100, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, head_dim=4096,
+        num_key_value_heads=2, max_position_embeddings=512, pad_token_id=0,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    about = checked(tmp_path)
+    assert about["across"] == 8192 and about["hidden"] == 8
+    # Queries, keys and values of all tokens, at least.
+    assert memory.running(about, 1, 500) > 4 * 3 * 500 * 8192
+
+
 MEASURE = """
 import json, resource, sys
 import torch, transformers
@@ -208,8 +242,6 @@ print(json.dumps([took, told]))
 def test_the_count_is_above_what_a_process_takes_and_not_far(
     tmp_path: Path, family: str, kind: str, batch: int, length: int
 ) -> None:
-    import transformers
-
     made: Any = {
         "bert": lambda: transformers.BertForSequenceClassification(
             transformers.BertConfig(

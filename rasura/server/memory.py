@@ -30,7 +30,7 @@ def running(about: Mapping[str, Any], batch: int, length: int, new_tokens: int =
     """
     layer = length * length * (SQUARES * about["heads"] + 2) + length * _width(about)
     logits = 3 * max(about["vocabulary"] if about["kind"] == "causal" else about["labels"], 1)
-    kept = 2 * about["hidden"] * (about["blocks"] + 2) * (length + new_tokens) if about["kind"] == "causal" else 0
+    kept = 2 * _across(about) * (about["blocks"] + 2) * (length + new_tokens) if about["kind"] == "causal" else 0
     return int(FLOAT * batch * (layer + logits + kept))
 
 
@@ -45,7 +45,12 @@ def training(about: Mapping[str, Any], batch: int, length: int) -> int:
 
 def _width(about: Mapping[str, Any]) -> int:
     """Entries of a token that one layer holds: states, queries, keys, values and their like, and the feed-forward part."""
-    return int(12 * about["hidden"] + 3 * about["inner"])
+    return int(12 * _across(about) + 3 * about["inner"])
+
+
+def _across(about: Mapping[str, Any]) -> int:
+    """The widest of a token's states, queries and keys; older stores hold the states' width alone."""
+    return int(about.get("across", about["hidden"]))
 
 
 def check_text(about: Mapping[str, Any], number: int, length: int, max_bytes: int, new_tokens: int = 0) -> None:

@@ -23,6 +23,13 @@ FAMILIES = frozenset({"bert", "roberta", "distilbert", "gpt2", "llama"})
 CODE = ("auto_map", "quantization_config", "adapter_config", "base_model_name_or_path")
 """Entries of a config.json by which a library would load something besides these two files."""
 
+MEANT = frozenset({
+    "architectures", "id2label", "label2id", "num_labels", "model_type", "transformers_version", "tie_word_embeddings",
+    "bos_token_id", "eos_token_id", "pad_token_id",
+})  # fmt: skip
+"""Of the settings that every model of the library has, those that say what a model is. The others say how it is run, such as
+``output_attentions``, which would keep every layer's; they are the library's own here."""
+
 LARGEST, DEEPEST = 1 << 22, 256
 """A number in a config.json, at most; layers, at most: both before a model is built from it."""
 
@@ -37,9 +44,9 @@ def checked(folder: Path) -> dict[str, Any]:
 
     Returns ``kind`` (classification or causal), ``vocabulary``, ``max_length`` in tokens, ``labels``, ``classes`` (their
     names; empty where they have none), ``pad``, ``ends`` (ids that end a text), ``hidden``, ``blocks``, ``heads``, ``inner``
-    (width of the feed-forward part), ``parameters``, ``pair``. Raises ``Refused`` for a config that is invalid, is of
-    another family, or describes other tensors than the file
-    holds: what is allocated later is as large as what was sent.
+    (width of the feed-forward part), ``across`` (of a token's states, queries or keys), ``parameters``, ``pair``.
+    Raises ``Refused`` for a config that is invalid, is of another family, or describes other tensors than the file holds:
+    what is allocated later is as large as what was sent.
     """
     config = _config(folder / CONFIG)
     kinds = config.get("architectures")
@@ -52,14 +59,13 @@ def checked(folder: Path) -> dict[str, Any]:
         raise Refused(422, f"{WEIGHTS}: the tensors must be of float32, float16 or bfloat16")
     found = {tensor: shape for tensor, (_, shape) in shapes.items()}
     try:
-        model, made = _skeleton(folder, causal)
+        model, text = _skeleton(folder, causal)
         # A table of positions is a constant; older files hold it.
         wanted = {n: tuple(p.shape) for n, p in model.named_parameters()}
     except Exception:
         raise Refused(422, f"{CONFIG}: no model can be made of it") from None
     if any(found.get(tensor) != shape for tensor, shape in wanted.items()):
         raise Refused(422, f"{WEIGHTS} does not hold the tensors that {CONFIG} describes")
-    text = made.get_text_config()
     rows = int(model.get_input_embeddings().num_embeddings)  # type: ignore[operator]  # a Hugging Face model
     pad = int(text.pad_token_id) if isinstance(text.pad_token_id, int) else 0
     end = text.eos_token_id
@@ -73,23 +79,32 @@ def checked(folder: Path) -> dict[str, Any]:
         "kind": "causal" if causal else "classification",
         "vocabulary": rows,
         "max_length": longest,
-        "labels": 0 if causal else int(made.num_labels),
-        "classes": [] if causal else list(class_names(made.id2label)),
+        "labels": 0 if causal else int(text.num_labels),
+        "classes": [] if causal else list(class_names(text.id2label)),
         "pad": pad,
         "ends": [i for i in (end if isinstance(end, list) else [end]) if isinstance(i, int)],
         "hidden": int(text.hidden_size),
         "blocks": int(text.num_hidden_layers),
         "heads": int(text.num_attention_heads),
         "inner": _inner(text),
+        "across": _across(text),
         "parameters": sum(prod(shape) for shape in wanted.values()),
         "pair": pair if isinstance(pair, str) else None,
     }
 
 
 def _inner(config: Any) -> int:
-    """The width of the feed-forward part, which each family names differently."""
-    found = [getattr(config, name, None) for name in ("intermediate_size", "hidden_dim", "n_inner")]
-    return next((n for n in found if isinstance(n, int)), 4 * int(config.hidden_size))
+    """The width of the feed-forward part, which each family names differently. No other name than its own counts."""
+    name = {"gpt2": "n_inner", "distilbert": "hidden_dim"}.get(config.model_type, "intermediate_size")
+    return int(getattr(config, name) or 4 * config.hidden_size)
+
+
+def _across(config: Any) -> int:
+    """The widest of a token's states, queries and keys: of Llama, the heads may be wider together than the states."""
+    if config.model_type != "llama":
+        return int(config.hidden_size)
+    heads = max(config.num_attention_heads, config.num_key_value_heads)
+    return max(int(config.hidden_size), int(config.head_dim) * int(heads))
 
 
 def _config(path: Path) -> dict[str, Any]:
@@ -119,13 +134,24 @@ def _leaves(value: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 
 def _skeleton(folder: Path, causal: bool) -> tuple[nn.Module, Any]:
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-    config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    config = _settled(folder, causal)
     kind = AutoModelForCausalLM if causal else AutoModelForSequenceClassification
     with torch.device("meta"):
         model: nn.Module = kind.from_config(config, trust_remote_code=False, attn_implementation="eager")
     return model, config
+
+
+def _settled(folder: Path, causal: bool) -> Any:
+    """The configuration in ``folder`` without what it says of how the model is run, as ``rasura.server.memory`` expects."""
+    from transformers import CONFIG_MAPPING, PretrainedConfig
+
+    found = _config(folder / CONFIG)
+    running = set(PretrainedConfig().to_dict()) - MEANT
+    kept = {n: v for n, v in found.items() if n not in running and not n.startswith(("_", "output_", "attn_implementation"))}
+    # A classifier that keeps keys and values would keep those of all layers, for nothing.
+    return CONFIG_MAPPING[found["model_type"]].from_dict({**kept, "use_cache": causal})
 
 
 def opened(folder: Path, kind: str, device: str) -> nn.Module:
@@ -134,9 +160,10 @@ def opened(folder: Path, kind: str, device: str) -> nn.Module:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    maker = AutoModelForCausalLM if kind == "causal" else AutoModelForSequenceClassification
+    causal = kind == "causal"
+    maker = AutoModelForCausalLM if causal else AutoModelForSequenceClassification
     model: nn.Module = maker.from_pretrained(
-        str(folder), local_files_only=True, trust_remote_code=False, use_safetensors=True,
+        str(folder), config=_settled(folder, causal), local_files_only=True, trust_remote_code=False, use_safetensors=True,
         attn_implementation="eager", dtype=torch.float32,
     )  # fmt: skip
     return model.to(device).eval()
