@@ -43,7 +43,7 @@ def trained(store: Store, texts: list[Any], **settings: Any) -> Job:
     with store.incoming() as part:
         data.write(texts, part / "data.safetensors")
         data.check(part, source.about, chosen, Limits())
-        job = store.add_job(source, "tuned", asdict(chosen), part, 10)
+        job = store.add_job(source, "tuned", asdict(chosen), part, 10, 1 << 30)
     assert store.next_job() is not None
     worker.train(store, store.job(job.id), "cpu")
     return store.job(job.id)

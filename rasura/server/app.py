@@ -3,7 +3,6 @@
 # Annotations stay values here: the framework reads those of functions inside a function, where its own names live.
 
 import asyncio
-import html
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import asdict
@@ -16,8 +15,10 @@ from rasura.server.container import CONFIG, CONTENT_TYPE, DATA, WEIGHTS, Outgoin
 from rasura.server.guard import Guard
 from rasura.server.inference import Prompt
 from rasura.server.limits import Limits, Refused, Tenants
+from rasura.server.lock import exclusive
+from rasura.server.page import page
 from rasura.server.service import Service, check_pair
-from rasura.server.store import Store, exclusive
+from rasura.server.store import Store
 
 _BODY = {"requestBody": {"required": True, "content": {CONTENT_TYPE: {"schema": {"type": "string", "format": "binary"}}}}}
 _FILES: dict[int | str, dict[str, Any]] = {
@@ -58,7 +59,7 @@ def application(store: Store, tenants: Tenants, limits: Limits, device: str = "c
 
     @app.get("/docs", include_in_schema=False)
     async def docs() -> HTMLResponse:
-        return HTMLResponse(_page(app.openapi()))
+        return HTMLResponse(page(app.openapi()))
 
     return Guard(app, tenants, limits)
 
@@ -172,11 +173,12 @@ def _jobs(service: Service) -> Any:
             store.check_free(tenant, checked_name(head.get("output"), "output"))
             settings.append(data.JobSettings.read(head.get("settings", {}), model.about))
 
-        service.check_bytes(tenant, store.bytes_of(tenant) + model.bytes)
+        service.check_bytes(tenant, store.bytes_of(tenant) + model.trained)
         with store.incoming() as place:
             head = await _received(request, service, place, {DATA: limits.data_bytes}, check)
             await asyncio.to_thread(data.check, place, model.about, settings[0], limits)
-            job = store.add_job(model, head["output"], asdict(settings[0]), place, limits.jobs)
+            room = limits.tenant_bytes - service.arriving[tenant]
+            job = store.add_job(model, head["output"], asdict(settings[0]), place, limits.jobs, room)
         service.supervisor.wake()
         return job.to_dict()
 
@@ -244,21 +246,6 @@ def _inference(service: Service) -> Any:
         return StreamingResponse(await service.continued(model, prompt), media_type="application/x-ndjson")
 
     return router
-
-
-def _page(told: dict[str, Any]) -> str:
-    """The interface's description as one plain page."""
-    rows = "".join(
-        f"<tr><td><code>{method.upper()} {html.escape(path)}</code><td>{html.escape(what.get('description', ''))}"
-        for path, methods in told["paths"].items()
-        for method, what in methods.items()
-    )
-    about = html.escape(told["info"]["description"])
-    return (
-        f"<!doctype html><meta charset=utf-8><title>{html.escape(told['info']['title'])}</title>"
-        f"<h1>{html.escape(told['info']['title'])}</h1><p>{about} Schemas: <a href=/openapi.json>openapi.json</a>. "
-        f"Every request but this page and /health needs <code>Authorization: Bearer TOKEN</code>.</p><table>{rows}</table>"
-    )
 
 
 def serve(

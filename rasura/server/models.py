@@ -30,6 +30,9 @@ MEANT = frozenset({
 """Of the settings that every model of the library has, those that say what a model is. The others say how it is run, such as
 ``output_attentions``, which would keep every layer's; they are the library's own here."""
 
+ROOM = 64 << 10
+"""Bytes by which the header and the config.json of a model may grow when a job trains it."""
+
 LARGEST, DEEPEST = 1 << 22, 256
 """A number in a config.json, at most; layers, at most: both before a model is built from it."""
 
@@ -44,7 +47,8 @@ def checked(folder: Path) -> dict[str, Any]:
 
     Returns ``kind`` (classification or causal), ``vocabulary``, ``max_length`` in tokens, ``labels``, ``classes`` (their
     names; empty where they have none), ``pad``, ``ends`` (ids that end a text), ``hidden``, ``blocks``, ``heads``, ``inner``
-    (width of the feed-forward part), ``across`` (of a token's states, queries or keys), ``parameters``, ``pair``.
+    (width of the feed-forward part), ``across`` (of a token's states, queries or keys), ``parameters``, ``pair``,
+    ``trained`` (bytes of a model that a job trains from it, at most, which is in float32).
     Raises ``Refused`` for a config that is invalid, is of another family, or describes other tensors than the file holds:
     what is allocated later is as large as what was sent.
     """
@@ -75,6 +79,7 @@ def checked(folder: Path) -> dict[str, Any]:
     if not 0 <= pad < rows or not 1 <= longest <= (LARGEST if text.model_type == "llama" else MAX_POSITIONS):
         raise Refused(422, f"{CONFIG}: pad_token_id or the number of positions is wrong")
     pair = config.get(PAIR)
+    parameters = sum(prod(shape) for shape in wanted.values())
     return {
         "kind": "causal" if causal else "classification",
         "vocabulary": rows,
@@ -88,9 +93,16 @@ def checked(folder: Path) -> dict[str, Any]:
         "heads": int(text.num_attention_heads),
         "inner": _inner(text),
         "across": _across(text),
-        "parameters": sum(prod(shape) for shape in wanted.values()),
+        "parameters": parameters,
+        "trained": 4 * parameters + _header(folder / WEIGHTS) + (folder / CONFIG).stat().st_size + ROOM,
         "pair": pair if isinstance(pair, str) else None,
     }
+
+
+def _header(path: Path) -> int:
+    """Bytes before the tensors of a safetensors file."""
+    with path.open("rb") as file:
+        return 8 + int.from_bytes(file.read(8), "little")
 
 
 def _inner(config: Any) -> int:

@@ -23,7 +23,7 @@ from typing import Any
 
 from rasura.core.errors import InputError
 from rasura.server.judged import judged
-from rasura.server.limits import Refused
+from rasura.server.limits import MIB, Refused
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS models (
@@ -48,6 +48,12 @@ class Model:
     name: str
     about: Mapping[str, Any]
     bytes: int
+
+    @property
+    def trained(self) -> int:
+        """Bytes that a model trained from this one takes, at most. Older stores do not tell: twice as many where this one
+        is in half precision."""
+        return int(self.about.get("trained", 2 * self.bytes + MIB))
 
     def to_dict(self) -> dict[str, Any]:
         """The description for its tenant."""
@@ -151,6 +157,8 @@ class Store:
                 row = (model.id, tenant, name, json.dumps(about), size, time.time())
                 db.execute("INSERT INTO models VALUES (?, ?, ?, ?, ?, ?)", row)
                 if by is not None:
+                    if size > self.model_by_id(self.job(by).model).trained:
+                        raise Refused(413, "the trained model takes more bytes than its job was given")
                     db.execute("UPDATE jobs SET state = 'done' WHERE id = ?", (by,))
                 os.replace(place, target)
         except BaseException:
@@ -193,8 +201,11 @@ class Store:
         return self.folder / "models" / model.id
 
     def bytes_of(self, tenant: str) -> int:
-        """Bytes of the tenant's models."""
-        return int(self._rows("SELECT COALESCE(SUM(bytes), 0) FROM models WHERE tenant = ?", tenant)[0][0])
+        """Bytes of the tenant's models, and of those that open jobs will make."""
+        with self._lock:
+            sources = self._rows("SELECT model FROM jobs WHERE tenant = ? AND state IN (?, ?)", tenant, *OPEN)
+            made = sum(self.model_by_id(number).trained for (number,) in sources)
+            return made + sum(model.bytes for model in self.models(tenant))
 
     def delete_model(self, tenant: str, name: str) -> Model:
         """Remove a model. Raises ``Refused`` for none, and while a job needs it."""
@@ -208,9 +219,9 @@ class Store:
 
     # jobs
 
-    def add_job(self, model: Model, output: str, settings: Mapping[str, Any], place: Path, max_open: int) -> Job:
-        """Queue a job whose data are in ``place``. Raises ``Refused`` beyond ``max_open`` open jobs, and for a name that is
-        taken."""
+    def add_job(self, model: Model, output: str, settings: Mapping[str, Any], place: Path, max_open: int, room: int) -> Job:
+        """Queue a job whose data are in ``place``. Raises ``Refused`` beyond ``max_open`` open jobs, for a name that is
+        taken, and where the tenant's models with those of its jobs would have more than ``room`` bytes."""
         job = Job(secrets.token_hex(8), model.tenant, model.id, model.name, output, settings, "queued", "", [], 0)
         target = self.folder / "jobs" / job.id
         try:
@@ -220,6 +231,8 @@ class Store:
                 count = self._rows("SELECT COUNT(*) FROM jobs WHERE tenant = ? AND state IN (?, ?)", model.tenant, *OPEN)
                 if count[0][0] >= max_open:
                     raise Refused(429, f"{max_open} jobs are not finished; wait until one ends")
+                if self.bytes_of(model.tenant) + model.trained > room:
+                    raise Refused(413, "there is no room for the model that this job will make; delete one first")
                 row = (job.id, job.tenant, job.model, job.name, output, json.dumps(settings), time.time())
                 db.execute("INSERT INTO jobs VALUES (?, ?, ?, ?, ?, ?, 'queued', '', '[]', 0, ?)", row)
                 os.replace(place, target)
@@ -281,20 +294,3 @@ def _job(row: Any) -> Job:
     number, tenant, model, name, output, settings, state, reason, epochs, starts = row
     told = found if isinstance(found := json.loads(epochs), dict) else {"epochs": found}  # a list: none yet, or an old store
     return Job(number, tenant, model, name, output, json.loads(settings), state, reason, starts=starts, **told)
-
-
-@contextmanager
-def exclusive(path: Path, seconds: float, what: str) -> Iterator[None]:
-    """Hold ``path`` exclusively for this process. It is released as soon as the process ends, however it ends.
-
-    A lock of SQLite, since the operating systems' own differ. Raises ``InputError`` after ``seconds``.
-    """
-    db = sqlite3.connect(path, timeout=seconds, isolation_level=None)
-    try:
-        try:
-            db.execute("BEGIN EXCLUSIVE")
-        except sqlite3.OperationalError:
-            raise InputError(f"{what} is in use by another process") from None
-        yield
-    finally:
-        db.close()

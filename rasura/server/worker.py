@@ -20,7 +20,8 @@ from rasura.core.values import Task
 from rasura.metrics.utility import HIGHER_IS_BETTER, causal, classification
 from rasura.server import data, models
 from rasura.server.container import CONFIG, WEIGHTS
-from rasura.server.store import Job, Store, exclusive
+from rasura.server.lock import exclusive
+from rasura.server.store import Job, Store
 from rasura.victims.adapters import with_partial_adapter
 from rasura.victims.batching import apart
 from rasura.victims.outputs import check_predicted, nats, predictions
