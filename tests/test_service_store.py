@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from service_setting import ALICE, container
 
 from rasura.server.app import application
 from rasura.server.container import CONTENT_TYPE
+from rasura.server.jobs import Supervisor
 from rasura.server.limits import Limits, Refused, Tenants
 from rasura.server.models import ROOM, checked
 from rasura.server.store import Job, Model, Store
@@ -84,4 +87,33 @@ def test_no_more_jobs_are_taken_than_there_is_room_for(tmp_path: Path) -> None:
 
     assert asyncio.run(statuses()) == [202, 202, 413]
     assert store.bytes_of("alice") <= limits.tenant_bytes
+    store.close()
+
+
+@pytest.mark.parametrize("state", ["cancelled", "failed", "done"])
+def test_a_job_that_has_ended_stores_no_model(state: str, tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    job = queued(store, stored(store, "notes"), "out")
+    assert store.next_job() is not None and store.move_job(job.id, state)
+    with pytest.raises(Refused, match="the job has ended"):
+        stored(store, "out", by=job.id)
+    assert store.job(job.id).state == state and [m.name for m in store.models("alice")] == ["notes"]
+    assert len(list((tmp_path / "models").iterdir())) == 1
+    store.close()
+
+
+def test_a_cancelled_job_keeps_its_data_until_its_process_is_gone(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    job = queued(store, stored(store, "notes"), "out")
+    assert store.next_job() is not None
+    supervisor = Supervisor(store, "cpu")
+    # It writes into the job's folder for as long as it lives.
+    code = "import pathlib, sys\nprint(flush=True)\nwhile True: pathlib.Path(sys.argv[1], 'part').write_text('x')"
+    command = [sys.executable, "-c", code, str(store.job_path(job.id))]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as child:
+        assert child.stdout is not None and child.stdout.read(1) == b"\n"
+        supervisor._running = (job.id, child)
+        assert supervisor.cancel(job) and child.returncode is not None
+    assert store.job(job.id).state == "cancelled" and not store.job_path(job.id).exists()
+    assert not supervisor.cancel(job)
     store.close()

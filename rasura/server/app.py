@@ -195,7 +195,7 @@ def _jobs(service: Service) -> Any:
     @router.delete("/v1/jobs/{number}", status_code=204, response_class=Response)
     async def cancel_job(request: Request, number: str) -> None:
         """Cancel a job and delete its data."""
-        if not service.supervisor.cancel(store.job(number, _tenant(request))):
+        if not await asyncio.to_thread(service.supervisor.cancel, store.job(number, _tenant(request))):
             raise Refused(409, "the job has already ended")
 
     return router

@@ -35,12 +35,17 @@ class Supervisor:
         self._wake.set()
 
     def cancel(self, job: Job) -> bool:
-        """End an open job; False where it was at its end."""
-        changed = self.store.end_job(job.id, "cancelled")
+        """End an open job, and remove its data when its process is gone; False where it was at its end."""
+        if not self.store.move_job(job.id, "cancelled"):
+            return False
         with self._lock:
-            if changed and self._running is not None and self._running[0] == job.id:
-                self._running[1].kill()
-        return changed
+            child = self._running[1] if self._running is not None and self._running[0] == job.id else None
+            if child is not None:
+                child.kill()
+        if child is not None:
+            child.wait()
+        self.store.end_job(job.id, "cancelled")
+        return True
 
     def stop(self) -> None:
         """End the running job's process; it goes on at the next start."""
@@ -81,12 +86,10 @@ class Supervisor:
             return
         now = self.store.job(job.id)
         if now.state == "running":
-            lost = now.starts >= STARTS
-            self.store.end_job(
-                job.id,
-                "failed" if lost else "queued",
-                "its process was killed too often, perhaps for lack of memory" if lost else "",
-            )
+            if now.starts >= STARTS:
+                self.store.end_job(job.id, "failed", "its process was killed too often, perhaps for lack of memory")
+            else:
+                self.store.move_job(job.id, "queued")
         elif now.state == "cancelled":
             # The process may have written after the cancellation removed the folder.
             self.store.end_job(job.id, "cancelled")

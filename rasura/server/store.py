@@ -146,7 +146,7 @@ class Store:
     def add_model(self, tenant: str, name: str, about: Mapping[str, Any], place: Path, *, by: str | None = None) -> Model:
         """Take the files in ``place`` as a model. ``by``: the job that made it, which is done with that.
 
-        Raises ``Refused`` for a name that is taken, or that a job has reserved.
+        Raises ``Refused`` for a name that is taken, or that a job has reserved, and where the job is at its end already.
         """
         size = sum(file.stat().st_size for file in place.iterdir())
         model = Model(secrets.token_hex(8), tenant, name, about, size)
@@ -159,7 +159,9 @@ class Store:
                 if by is not None:
                     if size > self.model_by_id(self.job(by).model).trained:
                         raise Refused(413, "the trained model takes more bytes than its job was given")
-                    db.execute("UPDATE jobs SET state = 'done' WHERE id = ?", (by,))
+                    query = "UPDATE jobs SET state = 'done' WHERE id = ? AND state IN (?, ?)"
+                    if not db.execute(query, (by, *OPEN)).rowcount:
+                        raise Refused(409, "the job has ended")
                 os.replace(place, target)
         except BaseException:
             shutil.rmtree(target, ignore_errors=True)
@@ -272,14 +274,16 @@ class Store:
         with self._transaction() as db:
             db.execute("UPDATE jobs SET epochs = ? WHERE id = ?", (json.dumps(told), number))
 
-    def end_job(self, number: str, state: str, reason: str = "") -> bool:
-        """Move an open job to ``state``; False where it was at its end already. Its data go with its last state."""
+    def move_job(self, number: str, state: str, reason: str = "") -> bool:
+        """Move an open job to ``state``; False where it was at its end already."""
         with self._transaction() as db:
             query = "UPDATE jobs SET state = ?, reason = ? WHERE id = ? AND state IN (?, ?)"
-            changed = db.execute(query, (state, reason, number, *OPEN)).rowcount > 0
-        if state not in OPEN:
-            shutil.rmtree(self.job_path(number), ignore_errors=True)
-        return changed
+            return db.execute(query, (state, reason, number, *OPEN)).rowcount > 0
+
+    def end_job(self, number: str, state: str, reason: str = "") -> None:
+        """Move a job to its last ``state``, unless it was at its end already, and remove its data."""
+        self.move_job(number, state, reason)
+        shutil.rmtree(self.job_path(number), ignore_errors=True)
 
 
 _MODEL = "SELECT id, tenant, name, about, bytes FROM models"
