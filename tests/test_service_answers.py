@@ -11,16 +11,19 @@ from typing import Any
 import pytest
 import torch
 from commands import rasura_command, refused
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from service_setting import ALICE, TEXTS, Setting, ask, container, setting, token_file
 
 from rasura.core.errors import InputError
 from rasura.core.rng import generator
 from rasura.data.text import Example
-from rasura.server.client import Client
+from rasura.server.client import Client, _requests
 from rasura.server.container import CONTENT_TYPE
+from rasura.server.data import as_row
 from rasura.server.inference import Decoding, Prompt
-from rasura.server.limits import Refused
+from rasura.server.limits import Limits, Refused
 from rasura.service_protections.obfuslm.folder import obfuscate_model
 from rasura.service_protections.obfuslm.settings import ObfuscationSettings
 from rasura.testing.tiny import tiny, tokenizer_folder
@@ -160,3 +163,29 @@ def test_ids_of_an_old_key_are_refused_by_a_new_model_of_the_name(setting: Setti
     job = container({"output": "trained", "pair": pair}, {"data.safetensors": b"\0" * 20})
     answer = ask(setting, "POST", "/v1/models/notes/jobs", content=job, headers={"Content-Type": CONTENT_TYPE})
     assert answer.status_code == 409 and "another one than these ids are for" in answer.text
+
+
+def test_many_texts_are_answered_in_their_order(setting: Setting) -> None:
+    with setting.client() as client:
+        found = client.classify("notes", TEXTS * 22)
+        for k, answer in enumerate(client.classify("notes", TEXTS)):
+            for again in found[k :: len(TEXTS)]:
+                assert again.probabilities == pytest.approx(answer.probabilities, abs=1e-5)
+    assert len(found) == 264
+
+
+@given(st.lists(st.tuples(st.integers(1, 9000), st.sampled_from([1, 77, 10**6])), max_size=300), st.booleans())
+def test_a_request_holds_what_a_server_takes(texts: list[tuple[int, int]], pairs: bool) -> None:
+    rows = [as_row(torch.full((n,), i), 0, torch.ones(n, dtype=torch.long) if pairs else None) for n, i in texts]
+    parts = list(_requests(rows))
+    assert [row for some in parts for row in some] == rows and all(parts)
+
+    def size(some: list[Any]) -> int:
+        body = {"pair": "0" * 64, "inputs": [row.input_ids[0].tolist() for row in some]}
+        if pairs:
+            body["types"] = [row.token_type_ids[0].tolist() for row in some]
+        return len(json.dumps(body))
+
+    for some, then in zip(parts, [*parts[1:], []]):
+        assert len(some) <= Limits.inputs and (size(some) <= Limits.body_bytes or len(some) == 1)
+        assert not then or len(some) == Limits.inputs or size([*some, then[0]]) > 0.99 * Limits.body_bytes

@@ -15,9 +15,12 @@ from typing import TYPE_CHECKING, Any
 from rasura.core.errors import InputError
 from rasura.server.connection import Connection
 from rasura.server.container import CONFIG, DATA, WEIGHTS
+from rasura.server.limits import Limits
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from rasura.core.batches import Batch
 
 
 @dataclass(frozen=True)
@@ -185,8 +188,7 @@ class Client:
         out: list[Answer] = []
         with self._described(name) as about:
             rows = self._rows(name, about, [Example(a, b, 0) for a, b in zip(texts, seconds, strict=True)], truncate)
-            for start in range(0, len(rows), 256):
-                some = rows[start : start + 256]
+            for some in _requests(rows):
                 body: dict[str, Any] = {"pair": about["pair"], "inputs": [row.input_ids[0].tolist() for row in some]}
                 types = [row.token_type_ids for row in some]
                 if all(t is not None for t in types):
@@ -260,6 +262,23 @@ class Client:
                 )
             )
         ]  # fmt: skip
+
+
+def _requests(rows: Sequence[Batch]) -> Iterator[list[Batch]]:
+    """``rows`` in parts that one request may hold; a text that is too long for any goes alone."""
+    some: list[Batch] = []
+    size = 0
+    for row in rows:
+        told = [t[0].tolist() for t in (row.input_ids, row.token_type_ids) if t is not None]
+        more = len(json.dumps(told))
+        # A little is left for the rest of the body.
+        if some and (len(some) == Limits.inputs or size + more > Limits.body_bytes - 1024):
+            yield some
+            some, size = [], 0
+        some.append(row)
+        size += more
+    if some:
+        yield some
 
 
 def _logits(answer: Any, rows: int, url: str) -> Tensor:
