@@ -64,6 +64,21 @@ def test_matrix_is_whole_and_says_what_happened(tmp_path: Path, model_folder: Pa
     assert not any(re.search(r"[A-Za-z]{3}", t["sent"]) for r in records for t in r.recovered), "masked"
 
 
+def test_an_audit_counts_words_that_the_tokenizer_does_not_know_as_not_read(tmp_path: Path, model_folder: Path) -> None:
+    texts = ("☂ Alpha ☀", "Carol paid the echo .", "Bravo · ☀")
+    metrics = ("rouge1", "rouge2", "rougeL", "jaccard", "token_recall")
+    plan = plan_for(model_folder, texts=texts, attacks=("embedding-rows", "span"), defenses=("none",), metrics=metrics)
+    by = {(r.attack, r.batch): r for r in audit(replace(plan, show_text=True), out=tmp_path)}
+    some, whole, marks = (by["embedding-rows", batch] for batch in range(3))
+    values = {name: some.scores[name]["mean"] for name in metrics}
+    # Read "alpha" of three words: precision 1, recall 1/3. The two unknown words are one in a set.
+    assert values == pytest.approx({"rouge1": 0.5, "rouge2": 0.0, "rougeL": 0.5, "jaccard": 0.5, "token_recall": 1 / 3})
+    assert whole.scores["rouge1"]["mean"] == whole.scores["token_recall"]["mean"] == 1.0
+    assert by["span", 0].scores["rouge1"]["mean"] <= 0.5, "an order of the words does not name them"
+    assert some.recovered[0]["score"] == pytest.approx(0.5) and "·" in some.recovered[0]["read"]
+    assert [hit for _, hit, _ in marks.recovered[0]["words"]] == [True, False, False], "the mark hits no word"
+
+
 def test_the_report_of_an_interrupted_run_says_that_it_is_unfinished(tmp_path: Path, model_folder: Path) -> None:
     prepared = Audit(plan_for(model_folder))
     store = RunStore(tmp_path, prepared.plan.canonical())

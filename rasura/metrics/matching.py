@@ -3,12 +3,17 @@ stricter). Equal private texts are one text: who read it once has read all of th
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Hashable, Sequence
 
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
 from rasura.core.values import UNKNOWN, Reconstruction, Transcript, Vocabulary
+from rasura.core.vocabulary import UNREADABLE
+
+UNREAD = rf"(?<!\S){UNREADABLE}(?!\S)"
+"""A word that the tokenizer does not know, in the text as the model saw it. It counts as a word, and no guess names it."""
 
 
 def own_tokens(ids: Sequence[int], truth: Transcript) -> list[int]:
@@ -36,8 +41,11 @@ def named_text(ids: Sequence[int], vocabulary: Vocabulary) -> str:
 
 
 def read_texts(guess: Reconstruction, truth: Transcript) -> list[str]:
-    """The recovered texts without special tokens."""
-    return list(guess.texts) or [named_text(t, truth.vocabulary) for t in guess.tokens]
+    """The recovered texts without special tokens, and without the words that the tokenizer does not know. ``guess.texts``,
+    which people are shown, have a mark for each; they count only where there are no tokens, and without these marks."""
+    if guess.tokens:
+        return [named_text(t, truth.vocabulary) for t in guess.tokens]
+    return [re.sub(UNREAD, " ", text) for text in guess.texts]
 
 
 def assign(scores: np.ndarray, references: Sequence[Hashable]) -> list[int]:

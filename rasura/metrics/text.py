@@ -15,8 +15,7 @@ import numpy as np
 from rasura.core.interfaces import Unavailable
 from rasura.core.specs import MetricSpec
 from rasura.core.values import UNKNOWN, Reconstruction, Transcript
-from rasura.core.vocabulary import UNREADABLE
-from rasura.metrics.matching import assign, own_tokens, paired, read_texts, unknown_words
+from rasura.metrics.matching import UNREAD, assign, own_tokens, paired, read_texts, unknown_words
 
 
 @dataclass(frozen=True)
@@ -39,9 +38,6 @@ UNSPACED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4
 
 WORD = re.compile(f"[{UNSPACED}]|[^\\W_{UNSPACED}]+")
 """A word that is written with letters or digits, in lower case."""
-
-UNREAD = rf"(?<!\S){UNREADABLE}(?!\S)"
-"""A word that the tokenizer does not know, in the text as the model saw it. It counts as a word, and no guess names it."""
 
 
 class RougeWords:

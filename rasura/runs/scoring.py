@@ -152,10 +152,11 @@ def recovered(guess: Reconstruction, truth: Transcript, show: bool) -> list[dict
     batch, words = truth.text_batch, truth.vocabulary
     shown = list(guess.texts) or [words.text(t) for t in guess.tokens]
     out = []
-    for row, (score, place) in enumerate(paired(batch.seen, read_texts(guess, truth), rouge("rouge1").score)):
-        read = shown[place] if place >= 0 else ""
+    named = read_texts(guess, truth)
+    for row, (score, place) in enumerate(paired(batch.seen, named, rouge("rouge1").score)):
+        read = (shown[place], named[place]) if place >= 0 else ("", "")
         told = _unknown(unknown_words(batch.ids(row), words), len(own_tokens(batch.ids(row), truth)))
-        out.append({**_recovered_text(batch.texts[row], read, score, show), **told})
+        out.append({**_recovered_text(batch.texts[row], *read, score, show), **told})
     return out
 
 
@@ -177,7 +178,7 @@ def recovered_so_far(so_far: SoFar, batch: Batch, vocabulary: Vocabulary, show: 
     found = [vocabulary.text(some) if there else [OPEN] * len(some) for there, some in runs]
     read = " ".join(text for text in found if isinstance(text, str))
     shown = [[text if show else " ".join(MASK for _ in text.split())] if isinstance(text, str) else text for text in found]
-    row = _recovered_text(batch.texts[0], read, 0.0, show)
+    row = _recovered_text(batch.texts[0], read, named_text(ids, vocabulary), 0.0, show)
     return {"words": row["words"], "read": " ".join(s for some in shown for s in some if s)}
 
 
@@ -186,14 +187,17 @@ def recovered_texts(guess: TokenReading, truth: ServiceTranscript, show: bool) -
     words, metric, out = truth.vocabulary, rouge("rouge1"), []
     for ids, ranked in zip(truth.ids, guess.ranked, strict=True):
         sent, read = words.text(ids), ranked[:, 0].tolist()
-        row = _recovered_text(sent, words.text(read), metric.score(sent, named_text(read, words)), show)
+        named = named_text(read, words)
+        row = _recovered_text(sent, words.text(read), named, metric.score(sent, named), show)
         known = sum(i not in words.special_ids for i in ids)
         out.append({**row, **_unknown(unknown_words(ids, words), known)})
     return out
 
 
-def _recovered_text(text: str, read: str, score: float, show: bool) -> dict[str, Any]:
-    words = [[w if show else MASK, hit, hurts] for w, hit, hurts in marked_words(text, read)]
+def _recovered_text(text: str, read: str, named: str, score: float, show: bool) -> dict[str, Any]:
+    """``named``: what of ``read`` names a word (``named_text``); the mark of a word that the tokenizer does not know is
+    shown, and hits none."""
+    words = [[w if show else MASK, hit, hurts] for w, hit, hurts in marked_words(text, named)]
     shown = read if show else " ".join(MASK for _ in read.split())
     sent = text if show else " ".join(str(w[0]) for w in words)
     return {"sent": sent, "read": shown, "words": words, "score": score, "tells_names": tells_names(text)}
