@@ -223,6 +223,7 @@ def test_attacks_see_only_what_an_adversary_may(module: str) -> None:
         "rasura.core.rng",
         "rasura.core.so_far",
         "rasura.core.updates",
+        "rasura.core.word_rows",
         "rasura.priors",
         # How GHOST finds its substitutes is public; its defense is not theirs to use.
         "rasura.ghost.models",

@@ -207,7 +207,8 @@ def adapter(folder: Path, base: Path, **options: Any) -> Path:
     from peft import LoraConfig, get_peft_model
 
     own = transformers.AutoModelForCausalLM.from_pretrained(base)
-    made: Any = get_peft_model(own, LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["c_attn"], **options))
+    config = LoraConfig(task_type="CAUSAL_LM", r=2, **{"target_modules": ["c_attn"], **options})
+    made: Any = get_peft_model(own, config)
     with torch.no_grad():
         for name, weight in made.named_parameters():
             if "lora_B" in name or (weight.requires_grad and "lora_" not in name):
@@ -230,8 +231,12 @@ def plan_for(folder: Path, data: Path, **more: Any) -> MembershipPlan:
     return MembershipPlan(str(folder), **given)
 
 
-def test_an_adapter_folder_is_all_the_command_needs(tmp_path: Path, causal_folder: Path) -> None:
-    folder = adapter(tmp_path / "adapter", causal_folder)
+WORDS = [{"target_modules": ["c_attn", "wte"]}, {"trainable_token_indices": {"wte": [5, 6, 7]}}]
+
+
+@pytest.mark.parametrize("options", [{}, *WORDS], ids=["inside", "embedding", "tokens"])
+def test_an_adapter_folder_is_all_the_command_needs(tmp_path: Path, causal_folder: Path, options: dict[str, Any]) -> None:
+    folder = adapter(tmp_path / "adapter", causal_folder, **options)
     plan = plan_for(folder, tmp_path)
     common = ["membership", folder, "--members", plan.members, "--non-members", plan.non_members, "--fpr", "0.1"]
     done = CliRunner().invoke(app, [str(part) for part in (*common, "--out", tmp_path / "run")])

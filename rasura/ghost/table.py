@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from rasura.core.interfaces import InputError, MissingExtra
 from rasura.core.values import Vocabulary
+from rasura.core.word_rows import token_rows
 from rasura.ghost.neighbours import common, neighbours
 
 RELAXED = ("none", "overlap", "overlap and mutual neighbours", "no substitute", "kept by policy")
@@ -151,9 +152,7 @@ def _alike(value: Any, usual: Any) -> bool:
 
 def token_embedding(model: nn.Module) -> Tensor:
     """The word embedding of a Hugging Face ``model``: ``(tokens, hidden)``, without gradient."""
-    base: Any = getattr(model, "base_model", model)
-    table: Tensor = base.get_input_embeddings().weight.detach()
-    return table
+    return token_rows(getattr(model, "base_model", model))
 
 
 def embedding_digest(table: Tensor) -> str:

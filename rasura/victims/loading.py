@@ -16,6 +16,7 @@ from torch import nn
 from rasura.core.interfaces import InputError
 from rasura.core.rng import seeded
 from rasura.core.values import NO_TEXT, Task, Vocabulary
+from rasura.core.word_rows import token_count
 from rasura.victims.adapters import base_of, revision_of, with_adapter
 from rasura.victims.embedded import embedded_path
 from rasura.victims.hub import check_hub_id
@@ -163,7 +164,7 @@ def _victim(
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
     # A decoder's head reads the last token that is not the config's padding: it must be the one that texts are padded with.
     config.get_text_config().pad_token_id = config.pad_token_id = tokenizer.pad_token_id or 0
-    size = int(model.get_input_embeddings().num_embeddings)  # type: ignore[operator]  # a Hugging Face model
+    size = token_count(model)
     if len(tokenizer) > size:
         raise InputError(
             f"{name}: the tokenizer has {len(tokenizer)} tokens, but the model's embedding has only {size}; "

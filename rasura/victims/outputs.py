@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from rasura.core.answers import Answers, TokenAnswers
 from rasura.core.batches import Batch
 from rasura.core.interfaces import InputError
+from rasura.core.word_rows import token_count
 from rasura.victims.batching import joined
 
 T = TypeVar("T")
@@ -53,8 +54,7 @@ def answers(model: nn.Module, rows: Sequence[Batch], pad: int, together: int = 6
     if rows[0].labels.dim() == 1:
         found = torch.stack(_ordered(model, rows, pad, together, _labels))
         return Answers(found[:, 0], found[:, 1], found[:, 2:])
-    table: Any = model.get_input_embeddings()  # type: ignore[operator]  # a Hugging Face model
-    size = int(table.num_embeddings) * max(row.input_ids.shape[1] for row in rows)
+    size = token_count(model) * max(row.input_ids.shape[1] for row in rows)
 
     def take(out: Any, batch: Batch) -> list[TokenAnswers]:
         return [_predicted(out.logits[k], batch.labels[k], tokens) for k in range(len(batch))]

@@ -12,6 +12,7 @@ from rasura.core.answers import Membership, ModelObservation
 from rasura.core.batches import Batch
 from rasura.core.specs import MembershipSpec
 from rasura.core.values import Grant, Vocabulary
+from rasura.core.word_rows import token_count, token_rows
 
 NEAREST = 10
 """Tokens that may stand in for one, by the public word embedding."""
@@ -69,8 +70,7 @@ def _allowed(size: int, vocabulary: Vocabulary) -> Tensor:
 
 class _Nearest:
     def __init__(self, model: nn.Module, vocabulary: Vocabulary) -> None:
-        embedding: Any = model.get_input_embeddings()  # type: ignore[operator]  # a Hugging Face model
-        self.table = nn.functional.normalize(embedding.weight.detach().float(), dim=1)
+        self.table = nn.functional.normalize(token_rows(model).float(), dim=1)
         self.allowed = _allowed(len(self.table), vocabulary)
         self.near: dict[int, list[int]] = {}
 
@@ -95,7 +95,7 @@ class _Masked:
     def __init__(self, model: nn.Module, vocabulary: Vocabulary) -> None:
         embedding: Any = model.get_input_embeddings()  # type: ignore[operator]  # a Hugging Face model
         self.model, self.embedding = model, embedding
-        self.allowed = _allowed(embedding.num_embeddings, vocabulary)
+        self.allowed = _allowed(token_count(model), vocabulary)
 
     def __call__(self, row: Batch, count: int, rng: Generator) -> list[tuple[int, int]]:
         ids = torch.tensor(row.ids(0))

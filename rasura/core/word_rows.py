@@ -1,0 +1,51 @@
+"""The word embedding of a Hugging Face model, behind whatever an adapter put around it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rasura.core.interfaces import InputError
+
+WRAPPED = ("base_layer", "original_module")
+"""Where PEFT keeps the layer that it stands for: LoRA and trained tokens, and layers that are stored whole."""
+
+
+def token_count(model: nn.Module) -> int:
+    """The number of rows of the word embedding of ``model``. Raises ``InputError`` where that is not found."""
+    layer = _innermost(_embedding(model))
+    weight = getattr(layer, "weight", None)
+    if isinstance(layer, nn.Embedding):
+        return int(layer.num_embeddings)
+    if isinstance(weight, Tensor) and weight.dim() == 2:
+        return int(weight.shape[0])
+    raise InputError(
+        f"{type(model).__name__}: the size of its word embedding is not found; expected get_input_embeddings() to return a "
+        f"layer with a weight (tokens, hidden), and it returned {type(layer).__name__}"
+    )
+
+
+def token_rows(model: nn.Module) -> Tensor:
+    """The word embedding of ``model``, ``(tokens, hidden)``, without gradient; with an adapter's part, which the weight of
+    the layer that the adapter stands for lacks."""
+    layer = _embedding(model)
+    inner = _innermost(layer)
+    with torch.no_grad():
+        ids = torch.arange(token_count(model), device=inner.weight.device)
+        rows: Tensor = inner.weight if layer is inner else layer(ids)
+    return rows.detach()
+
+
+def _embedding(model: nn.Module) -> Any:
+    return getattr(model, "get_input_embeddings", lambda: None)()
+
+
+def _innermost(layer: Any) -> Any:
+    while not isinstance(layer, nn.Embedding):
+        inner = next((one for name in WRAPPED if isinstance(one := getattr(layer, name, None), nn.Module)), None)
+        if inner is None:
+            break
+        layer = inner
+    return layer
