@@ -183,10 +183,17 @@ def test_tied_weights_may_stand_in_a_file_twice(tmp_path: Path) -> None:
     victim: Any = type("Victim", (), {"model": tiny("llama", "causal", tied=True)})
     update = sent(victim)
     torch.save({**update, "lm_head.weight": update["model.embed_tokens.weight"]}, tmp_path / "a.pt")
-    check(tmp_path / "a.pt", victim, update)
+    told = "copies of tied parameters left out: 1"
+    assert told in check(tmp_path / "a.pt", victim, update)
     torch.save({**update, "lm_head.weight": update["model.embed_tokens.weight"] + 1}, tmp_path / "a.pt")
     with pytest.raises(InputError, match="belong to the same parameter"):
         load_update(tmp_path / "a.pt", victim)
+    listed = [update.get(n, update["model.embed_tokens.weight"]).numpy() for n in victim.model.state_dict()]
+    np.savez(tmp_path / "a.npz", *listed)
+    assert told in check(tmp_path / "a.npz", victim, update)
+    np.savez(tmp_path / "a.npz", *listed[:-1], listed[-1] + 1)
+    with pytest.raises(InputError, match=f"array {len(listed) - 1} and another tensor belong to the same parameter"):
+        load_update(tmp_path / "a.npz", victim)
 
 
 def nested(entries: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

@@ -54,25 +54,38 @@ def matched(source: Source, model: nn.Module) -> Matched:
     parameter, and for two tensors that fit the same parameter.
     """
     pairs, notes = targets(source, model)
-    out: dict[str, Entry] = {}
-    for entry, target in zip(source.entries, pairs):
-        if target is None:
-            continue
-        if target in out:
-            # Tied parameters stand in a state dict under each of their names.
-            shape = tuple(model.get_parameter(target).shape)
-            tied = plain(out[target].name or "") != plain(entry.name or "") and out[target].shape == entry.shape == shape
-            if not tied or not torch.equal(out[target].read(), entry.read()):
-                raise InputError(f"{source.file}: {entry.name} and another tensor belong to the same parameter {target}")
-            continue
-        out[target] = entry
+    out, copies = _once(source, model, pairs)
     if not out:
         raise InputError(f"{source.file} holds no parameter of the model; pass the model that the update was computed with")
     count = sum(1 for _ in model.parameters())
     left = len(source.entries) - sum(target is not None for target in pairs)
     told = [f"{source.file.name}: {source.kind}, {len(out)} of the model's {count} parameters"]
     told += [f"{left} buffers were left out"] if left else []
-    return Matched(out, (*told, *notes))
+    return Matched(out, (*told, *copies, *notes))
+
+
+def _once(source: Source, model: nn.Module, pairs: Sequence[str | None]) -> tuple[dict[str, Entry], tuple[str, ...]]:
+    """The entries of ``source`` by the parameter in ``pairs`` (None: left out), each parameter once; and the copies that
+    were left out, for people.
+
+    Tied parameters stand in a state dict under each of their names. Raises ``InputError`` for two tensors of one parameter
+    that are not such copies: under one name, or with other numbers.
+    """
+    out: dict[str, Entry] = {}
+    copies = 0
+    for place, (entry, target) in enumerate(zip(source.entries, pairs, strict=True)):
+        if target is None:
+            continue
+        first = out.setdefault(target, entry)
+        if first is entry:
+            continue
+        shape = tuple(model.get_parameter(target).shape)
+        own = entry.name is None or plain(first.name or "") != plain(entry.name)
+        if not own or not first.shape == entry.shape == shape or not torch.equal(first.read(), entry.read()):
+            what = f"array {place}" if entry.name is None else entry.name
+            raise InputError(f"{source.file}: {what} and another tensor belong to the same parameter {target}")
+        copies += 1
+    return out, (f"copies of tied parameters left out: {copies}",) if copies else ()
 
 
 def targets(source: Source, model: nn.Module) -> tuple[list[str | None], tuple[str, ...]]:
@@ -179,12 +192,9 @@ def listed(source: Source, model: nn.Module, names: Sequence[str | None] | None)
             "adapter or model whose weights it holds as --names-from"
         )
     label, order = next(iter(fitting.items()))
-    entries: dict[str, Entry] = {}
-    for entry, name in zip(source.entries, order):
-        if name is not None and name not in entries:
-            entries[name] = entry
+    entries, copies = _once(source, model, order)
     told = f"{source.file.name}: {source.kind}, a list of {len(shapes)} without names"
-    return Matched(entries, (told, f"order of the list: {label}"))
+    return Matched(entries, (told, *copies, f"order of the list: {label}"))
 
 
 def usual_orders(model: nn.Module) -> dict[str, tuple[str | None, ...]]:
