@@ -14,6 +14,8 @@ from membership_setting import plan_for as membership_plan
 
 from rasura.core.batches import Batch, ImageBatch, contents, places_of_each
 from rasura.core.interfaces import InputError
+from rasura.data.overlap import texts_hash
+from rasura.data.text import load_examples
 from rasura.report.membership import membership_findings, render_membership
 from rasura.runs.calibration import Calibration
 from rasura.runs.calibration_plan import CalibrationPlan
@@ -73,6 +75,29 @@ def test_a_text_that_is_a_member_once_it_is_cut_is_no_other_text(model_folder: P
     }  # fmt: skip
     found = MembershipAudit(membership_plan(model_folder, tmp_path, fprs=(), **more), tmp_path / "run").identity
     assert (found["n_members"], found["n_others"], found["n_repeated"]) == (6, 6, 1)
+
+
+@pytest.mark.parametrize("by_rows", [False, True])
+def test_a_limit_leaves_no_member_among_the_others(by_rows: bool, model_folder: Path, tmp_path: Path) -> None:
+    """Others that are members 7 to 12 passed with a limit of 6: only the first six members were read."""
+    inside, cut = words(0, 12), {"max_length": 6, "truncate": True}
+    more: dict[str, Any] = {"members": written(tmp_path / "in.jsonl", inside), "fprs": ()}
+    if by_rows:
+        told = {"trained": list(range(12)), "held_out": [], "texts": texts_hash(load_examples(more["members"]))}
+        more["rows"] = str(tmp_path / "rows.json")
+        Path(more["rows"]).write_text(json.dumps(told))
+
+    def prepared(others: list[str], **asked: Any) -> dict[str, Any]:
+        held = written(tmp_path / "out.jsonl", others)
+        plan = membership_plan(model_folder, tmp_path, non_members=held, **more, **asked)
+        return MembershipAudit(plan, tmp_path / "run").identity
+
+    for limit in (None, 6):
+        with pytest.raises(InputError, match=r"texts that are also members \(6\)"):
+            prepared(inside[6:], limit=limit, **cut)
+    longer = [f"{t} echo" for t in inside[6:10]]  # equal to members once they are cut
+    found = prepared([*longer, *words(40, 6)], limit=6, **cut)
+    assert (found["n_members"], found["n_others"], found["n_repeated"]) == (6, 2, 4)
 
 
 def test_repeated_rows_are_named_on_the_page() -> None:

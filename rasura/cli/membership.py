@@ -54,7 +54,7 @@ def membership(
     fpr: Annotated[str | None, typer.Option(help="false positive rates, separated by commas")] = None,
     epsilon: Annotated[float | None, typer.Option(help="epsilon of a guarantee to compare the results with")] = None,
     delta: Annotated[float, typer.Option(help="delta of that guarantee")] = 0.0,
-    limit: Annotated[int | None, typer.Option(help="number of members and of non-members to use")] = None,
+    limit: Annotated[int | None, typer.Option(help="number of members and of non-members to ask about")] = None,
     num_labels: Annotated[int | None, typer.Option(help="number of classes, if the model folder does not state it")] = None,
     truncate: Truncate = False,
     max_length: MaxLength = None,

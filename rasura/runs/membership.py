@@ -65,7 +65,7 @@ class MembershipAudit:
         self.folder, self.device = Path(folder), device
         read = MembershipTexts(plan)
         self._measurable(*map(len, read.sides))
-        labels = [e.label or 0 for some in (*read.sides, read.reference) for e in some]
+        labels = [e.label or 0 for some in (read.trained, read.others, read.reference) for e in some]
         count = plan.num_labels or classes_for(plan.model, 1 + max(labels))
         self.models = QueriedModels(plan, count, device)
         self.victim = self.models.victim

@@ -29,9 +29,9 @@ class MembershipPlan:
     as ``rows`` say, or for five epochs. The adversary trains ``shadow_models`` models in the same way, each on a random half
     of the candidates and of ``reference``, a file of other texts. Texts are cut as ``rows`` say. ``fprs``: false positive
     rates; empty for 1 % and 0.1 %, if there are enough texts. ``epsilon``, ``delta``: a guarantee with which the figures are
-    compared. ``limit``: maximum number of texts on each side. ``text_column``,
-    ``pair_column``, ``label_column``: unusual column names of the files. Labels that are text stand for the model's classes
-    of the same names.
+    compared. ``limit``: maximum number of texts asked about on each side; others are compared with all ``members``.
+    ``text_column``, ``pair_column``, ``label_column``: unusual column names of the files. Labels that are text stand for
+    the model's classes of the same names.
     """
 
     model: str

@@ -17,7 +17,8 @@ Encoded = list[tuple[Example, Batch]]
 
 
 class MembershipTexts:
-    """The files of ``plan``: ``sides`` are members and others. ``label_names``: the names of labels that are text.
+    """The files of ``plan``. ``trained``: every text that the model was trained on, of which a limit makes only the first
+    candidates; ``others``, ``reference``: the other texts. ``label_names``: the names of labels that are text.
 
     Raises ``InputError`` for files that cannot be read, and for texts that stand on two sides.
     """
@@ -25,35 +26,44 @@ class MembershipTexts:
     def __init__(self, plan: MembershipPlan) -> None:
         self.plan = plan
         self.label_names: tuple[str, ...] | None = None
-        self.sides = self._sides()
+        self.trained, self.others = self._sides()
         self.reference = self._read(plan.reference) if plan.reference else []
         self._refuse_shared()
+
+    @property
+    def sides(self) -> tuple[list[Example], list[Example]]:
+        """The candidates: members and others."""
+        return self.trained[: self.plan.limit], self.others
 
     def distinct(self, victim: Victim) -> tuple[Encoded, Encoded, Encoded, int]:
         """Members, others and reference texts as ``victim`` sees them, each once; and how many rows that leaves out.
 
-        A text repeated forty times would count as forty, and one that stands on two sides, once cut, was trained on. Labels
-        count: a classifier is asked about both together.
+        A text repeated forty times would count as forty, and one that stands on two sides, once cut, was trained on. So
+        others are compared with every text of the training, whatever the limit. Labels count: a classifier is asked about
+        both together.
         """
         known: list[Hashable] = []
         found: list[Encoded] = []
-        for examples in (*self.sides, self.reference):
-            rows = encoded(victim, examples, max_length=self.plan.max_length, truncate=self.plan.truncate)
+        repeated = 0
+        for whole, asked in zip((self.trained, self.others, self.reference), (*self.sides, self.reference), strict=True):
+            rows = encoded(victim, whole, max_length=self.plan.max_length, truncate=self.plan.truncate)
             if victim.task == "causal":
-                _predicted(rows, examples)
+                _predicted(rows[: len(asked)], asked)
             seen = [one for row in rows for one in contents(row, labels=True)]
-            found.append([(examples[k], rows[k]) for k in places_of_each(seen, known)])
+            places = [k for k in places_of_each(seen, known) if k < len(asked)]
+            found.append([(whole[k], rows[k]) for k in places])
             known += seen
+            repeated += len(asked) - len(places)
         inside, outside, beside = found
-        return inside, outside, beside, len(known) - sum(map(len, found))
+        return inside, outside, beside, repeated
 
-    def _sides(self) -> list[list[Example]]:
-        """Members and others."""
+    def _sides(self) -> tuple[list[Example], list[Example]]:
+        """Every text of the training, and as many others as are asked about."""
         plan = self.plan
-        inside = self._read(plan.members, plan.limit if plan.rows is None else None)
+        inside = self._read(plan.members)
         others = None if plan.non_members is None else self._read(plan.non_members, plan.limit)
         if plan.rows is None:
-            return [inside, others or []]
+            return inside, others or []
         everything = inside
         told = told_by(plan.rows, plan.members)
         try:
@@ -72,7 +82,7 @@ class MembershipTexts:
         if others is None:  # a text that occurs twice may stand on both sides: it was trained on
             seen = set(map(wording_of, trained))
             others = [e for e in held if wording_of(e) not in seen]
-        return [trained[: plan.limit], others[: plan.limit]]
+        return trained, others[: plan.limit]
 
     def _read(self, source: str, limit: int | None = None) -> list[Example]:
         """A file's texts. Labels are numbered by the names in the first file read (the members), or otherwise by those of
@@ -85,10 +95,10 @@ class MembershipTexts:
 
     def _refuse_shared(self) -> None:
         plan = self.plan
-        inside, outside, beside = (set(map(wording_of, some)) for some in (*self.sides, self.reference))
+        inside, outside, beside = (set(map(wording_of, some)) for some in (self.trained, self.others, self.reference))
         for name, what, both in (
             (plan.non_members, "members", outside & inside),
-            (plan.reference, "candidates", beside & (inside | outside)),
+            (plan.reference, "members or candidates", beside & (inside | outside)),
         ):
             if both:
                 raise InputError(f"{name} contains texts that are also {what} ({len(both)}); remove them")
