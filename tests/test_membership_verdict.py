@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import asdict
 from typing import Any
 
-from membership_setting import PLAN, row
+import numpy as np
+import pytest
+from membership_setting import MIDDLE, PLAN, row
 from rows import sentences
 
+from rasura.metrics.membership import auc, tpr_at, tpr_bound
 from rasura.registry import membership_adversaries
 from rasura.report.membership import Found, membership_findings, render_membership
+from rasura.report.membership_verdict import above, by_chance
 
 KNOW = membership_adversaries("dp-sgd:1.0").attacks
 
@@ -78,3 +84,85 @@ def test_no_mark_of_the_page_says_more_than_its_headline() -> None:
     assert "not told from guessing by this attack alone" in gap and "Read below why an attack has no result." in gap
     assert "Add the attacks that know this protection." in page(row("loss"))
     assert "by this attack alone" not in page(row("loss"), *map(row, KNOW))
+
+
+def with_rates(attack: str, *rates: tuple[str, float, float, float], auc: float = 0.5, **more: Any) -> dict[str, Any]:
+    made = row(attack, auc=auc, defense="none", **more)
+    made["scores"] |= {name: {"mean": mean, "low": low, "high": high, "n": 500} for name, mean, low, high in rates}
+    return made
+
+
+FEW = ("tpr@0.01", 0.06, 0.035, 0.107)
+"""Of an attack that finds a few members surely, and ranks the others as a coin does: its AUC says nothing."""
+
+NONE = ("tpr@0.01", 0.01, 0.0, 0.03)
+
+
+def page_of(*rows: dict[str, Any], **plan: Any) -> str:
+    known = {**PLAN, "defense": "none", "n_members": 500, "n_others": 500, "attacks": [r["attack"] for r in rows], **plan}
+    return " ".join(render_membership(rows, known).split())
+
+
+def test_an_attack_that_finds_members_is_above_guessing_everywhere_on_its_page() -> None:
+    """The sentence said "above guessing", its mark "not told from guessing", and the next step "measure with more texts"."""
+    page = page_of(with_rates("lira", FEW))
+    assert "Above guessing: the model reveals which texts it was trained on." in page
+    assert "above guessing at 1 % false alarms" in page and "not told from guessing" not in page
+    assert "Train with a formal guarantee" in page and "Measure with more texts" not in page
+    quiet = page_of(with_rates("lira", NONE))
+    assert "not told from guessing" in quiet and "above guessing at" not in quiet and "Measure with more texts" in quiet
+
+
+def test_every_rate_counts_and_the_headline_names_the_one_that_is_above_guessing() -> None:
+    rare = ("tpr@0.001", 0.03, 0.01, 0.06)
+    told = found(with_rates("loss", ("tpr@0.01", 0.03, 0.0, 0.05), ("tpr@0.001", 0.0, 0.0, 0.01)),
+                 with_rates("lira", NONE, rare), defense="none")  # fmt: skip
+    assert "the best attack (lira) finds 3.0 % (1.0 to 6.0) of the members. It takes 0.1 % of" in told.sentences[0]
+    assert told.sentences[1].startswith("Above guessing: the model reveals")
+    wide = found(with_rates("loss", ("tpr@0.01", 0.09, 0.0, 0.2)), with_rates("lira", FEW), defense="none")
+    assert "the best attack (lira) finds 6.0 %" in wide.sentences[0], "what loss finds may be guessing"
+    assert any("in at most 10 % of runs" in s for s in told.checks)
+    assert any("in at most 7.5 % of runs" in s for s in wide.checks)
+
+
+def test_an_epsilon_is_compared_with_every_rate() -> None:
+    """An epsilon of .5 permits finding 1.65 % of the members at 1 % false alarms; 3.5 % and more were found."""
+    said = " ".join(found(with_rates("lira", FEW), defense="none", epsilon=0.5).checks)
+    assert "permits finding at most 1.65 % of the members at 1 % false alarms, and lira is above it" in said
+    assert "no attack is shown" not in said
+    both = " ".join(found(with_rates("lira", FEW, auc=0.9), defense="none", epsilon=0.5).checks)
+    assert "permits an AUC of at most 0.622, and lira is above it" in both and "1.65 % of the members" in both
+    weak = " ".join(found(with_rates("lira", FEW), defense="none", epsilon=2.0).checks)
+    assert "no attack is shown to exceed it" in weak and "permits finding" not in weak
+    delta = " ".join(found(with_rates("lira", FEW), defense="none", epsilon=0.5, delta=0.02).checks)
+    assert "no attack is shown to exceed it" in delta and tpr_bound(0.01, 0.5, 0.02) > 0.035
+
+
+def test_the_rate_that_a_guarantee_permits_is_the_lower_of_its_two_lines() -> None:
+    assert tpr_bound(0.01, 0.0) == pytest.approx(0.01) and tpr_bound(0.9, 0.0) == pytest.approx(0.9)
+    assert tpr_bound(0.01, 0.5) == pytest.approx(math.exp(0.5) * 0.01)
+    assert tpr_bound(0.5, 1.0, 0.1) == pytest.approx(1 - math.exp(-1) * 0.4), "the second line is the lower one there"
+    assert tpr_bound(0.01, 2000.0) == 1.0 and tpr_bound(0.01, 1.0, 0.995) <= 1.0
+
+
+def test_lengths_that_part_members_at_a_low_rate_leave_nothing_to_say_of_the_model() -> None:
+    """As where one member in twenty is longer than any other text: the AUC of lengths is near .5."""
+    for rows in (
+        [with_rates("blind", FEW), with_rates("lira", FEW)],
+        [with_rates("lira", FEW, blind={"auc": MIDDLE, "words": MIDDLE, FEW[0]: {"mean": 0.06, "low": 0.035, "high": 0.1}})],
+    ):
+        told = found(*rows, defense="none")
+        assert "Not measured: members and others differ as texts." in told.sentences
+        assert any(s.startswith("Length alone finds 6.0 %") for s in told.checks)
+        page = page_of(*rows)
+        assert "above guessing" not in page and "Draw members and others at random from the same source" in page
+
+
+def test_scores_that_say_nothing_are_above_guessing_no_more_often_than_the_page_says() -> None:
+    rng, wrong = np.random.default_rng(0), 0
+    members = [True] * 200 + [False] * 200
+    for _ in range(400):
+        values = rng.normal(size=400).tolist()
+        scores = {"auc": asdict(auc(values, members)), "tpr@0.01": asdict(tpr_at(values, members, 0.01))}
+        wrong += above(scores)
+    assert wrong / 400 <= by_chance(1)

@@ -200,6 +200,19 @@ def auc_bound(epsilon: float, delta: float = 0.0) -> float:
     return delta + (delta + 1 - corner) * corner / 2 + (2 - corner) * (1 - delta - corner) / 2
 
 
+def tpr_bound(fpr: float, epsilon: float, delta: float = 0.0) -> float:
+    """The maximum true positive rate at ``fpr`` that (epsilon, delta) differential privacy permits (Kairouz et al. 2015).
+
+    >>> round(tpr_bound(0.01, 0.5), 4)
+    0.0165
+    """
+    auc_bound(epsilon, delta)  # checks both
+    odds = math.exp(-epsilon)
+    # fpr / odds is e^eps fpr, which overflows at an epsilon where everything is permitted.
+    first = fpr / odds + delta if odds > 0 else 1.0
+    return max(0.0, min(1.0, first, 1 - odds * (1 - delta - fpr)))
+
+
 def split_check(texts: Sequence[str], members: Sequence[bool], seed: int = 0) -> Rate:
     """The AUC of separating members from others by their words alone, without the model: it should be .5.
 

@@ -7,14 +7,26 @@ from dataclasses import dataclass
 from typing import Any
 
 from rasura.core.rounding import percent, percent_above, percent_below
-from rasura.metrics.membership import auc_bound
 from rasura.report.commands import OF_TRAINING, Step, command
 from rasura.report.head import Made, duration, machine, origin, settings
 from rasura.report.language import number, recorded, tell
+from rasura.report.membership_verdict import (
+    above,
+    by_chance,
+    by_epsilon,
+    conclusion,
+    finds,
+    headline,
+    of_texts,
+    off,
+    ranks,
+    rates_of,
+    strongest,
+)
 from rasura.report.missing import of_a_trained_model
 from rasura.report.roc import roc_plot
 from rasura.report.template import filled
-from rasura.report.verdicts import names_of, plain, unmeasured
+from rasura.report.verdicts import names_of, plain
 
 
 @dataclass(frozen=True)
@@ -62,7 +74,7 @@ def membership_findings(records: Sequence[Mapping[str, Any]], plan: Mapping[str,
     """From the records of one run to what a person needs to know; intervals are of 95 %."""
     order = {name: k for k, name in enumerate(plan["attacks"])}
     done = sorted((r for r in records if r["status"] == "ok"), key=lambda r: order[r["attack"]])
-    rates = sorted({m for r in done for m in r["scores"] if m.startswith("tpr@")}, key=lambda m: -float(m[4:]))
+    rates = list(rates_of({m: None for r in done for m in r["scores"]}))
     rows = [
         (r["attack"], _auc(s["auc"]), *(_rate(s[m]) for m in rates), _own(s["leakage"]), _largest(s["largest_leakage"]))
         for r in done
@@ -72,7 +84,7 @@ def membership_findings(records: Sequence[Mapping[str, Any]], plan: Mapping[str,
     columns = (tell("attack"), "AUC", *map(_name, rates), tell("leakage"), tell("largest leakage"))
     missing = _missing(records, plan)
     sentences = _sentences(done, rates, plan, missing)
-    return Found(tuple(sentences), columns, tuple(rows), tuple(_checks(done, plan, missing)), tuple(reasons), missing)
+    return Found(tuple(sentences), columns, tuple(rows), tuple(_checks(done, rates, plan, missing)), tuple(reasons), missing)
 
 
 def _missing(records: Sequence[Mapping[str, Any]], plan: Mapping[str, Any]) -> tuple[str, ...]:
@@ -87,8 +99,9 @@ def _sentences(
     real = [r for r in done if r["attack"] != "blind"]
     if not real:
         return [tell("No attack on the model gave a result: not measured.")]
-    out = _figures(real, rates, plan, missing, _off(done))
-    if _off(done):
+    differ = off(done)
+    out = _figures(real, rates, plan, missing, differ)
+    if differ:
         out.append(
             tell(
                 "Members and others differ as texts, without any model. No figure here says how much of the difference "
@@ -98,106 +111,76 @@ def _sentences(
     return out
 
 
-def _off(done: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether length or words alone part members from others beyond their intervals."""
-    beside = done[0]["blind"]
-    return any(_apart(s) for s in (beside.get("auc"), beside["words"]) if s is not None)
-
-
-def _apart(auc: Mapping[str, Any]) -> bool:
-    """Whether the interval of an AUC excludes guessing, on either side."""
-    return bool(auc["low"] > 0.5 or auc["high"] < 0.5)
-
-
 def _figures(
-    real: Sequence[Mapping[str, Any]], rates: Sequence[str], plan: Mapping[str, Any], missing: Sequence[str], off: bool
+    real: Sequence[Mapping[str, Any]], rates: Sequence[str], plan: Mapping[str, Any], missing: Sequence[str], differ: bool
 ) -> list[str]:
     members, others = plan["n_members"], plan["n_others"]
     if not rates:
-        best = _strongest(real)
+        best = strongest(real)
         return [
             tell(
                 "Asked about {members} texts that the model was trained on and {others} other texts, {attack} ranks a "
                 "member above another text with a chance of {auc}; guessing is .5.", members=members, others=others,
                 attack=best["attack"], auc=_auc(best["scores"]["auc"]),
             ),
-            _verdict(real, None, missing, off),
+            conclusion(real, rates, missing, differ),
             tell(
                 "There are too few texts to measure how many members are found at a low false positive rate: a rate of 1 % "
                 "needs 100 texts of each kind."
             ),
         ]  # fmt: skip
-    best = max(real, key=lambda r: r["scores"][rates[0]]["mean"])
-    score, fpr = best["scores"][rates[0]], float(rates[0][4:])
+    name, best = headline(real, rates)
+    score, fpr = best["scores"][name], rates_of(best["scores"])[name]
     says = tell(
         "Asked about {members} texts that the model was trained on and {others} other texts, the best attack ({attack}) "
         "finds {rate} of the members. It takes {fpr:g} % of the others for members; guessing then finds {fpr:g} %.",
         members=members, others=others, attack=best["attack"], rate=_rate(score), fpr=100 * fpr,
     )  # fmt: skip
-    return [says, _verdict(real, rates[0], missing, off)]
+    return [says, conclusion(real, rates, missing, differ)]
 
 
-def _verdict(real: Sequence[Mapping[str, Any]], rate: str | None, missing: Sequence[str], off: bool) -> str:
-    """What the attacks that gave a figure say together: each beyond its interval, or nothing, if none is ``missing``. Where
-    the texts themselves are ``off``, a figure says nothing of the model."""
-    if off:
-        return tell("Not measured: members and others differ as texts.")
-    if rate is not None and any(r["scores"][rate]["low"] > float(rate[4:]) for r in real):
-        return tell("Above guessing: the model reveals which texts it was trained on.")
-    ranked = [r["attack"] for r in real if _above(r)]
-    if ranked:
-        few = "There are too few texts to measure how many members are found at a low false positive rate."
-        with_one = tell("Above guessing: {attacks} separates members from others, and its interval excludes guessing.",
-            attacks=ranked[0])  # fmt: skip
-        with_more = tell("Above guessing: {attacks} separate members from others, and their intervals exclude guessing.",
-            attacks=", ".join(ranked))  # fmt: skip
-        said = with_one if len(ranked) == 1 else with_more
-        return said + (f" {recorded(few)}" if rate is not None else "")
-    if missing:
-        told = unmeasured(missing)
-        return f"{told[0].upper()}{told[1:]}."
-    n = real[0]["scores"]["auc"]["n"]
-    high = max(max(r["scores"]["auc"]["high"], 1 - r["scores"]["auc"]["low"]) for r in real)
-    return tell(
-        "Not told from guessing: with {n} texts, an AUC of up to {high:.3f} is not ruled out, and another attack may do "
-        "better.", n=n, high=float(high),
-    )  # fmt: skip
-
-
-def _strongest(real: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The attack of the headline: of those that rank members apart, on either side, the one farthest from guessing; where
-    none does, the one with the highest AUC."""
-    apart = [r for r in real if _above(r)]
-    if apart:
-        return max(apart, key=lambda r: abs(r["scores"]["auc"]["mean"] - 0.5))
-    return max(real, key=lambda r: r["scores"]["auc"]["mean"])
-
-
-def _above(record: Mapping[str, Any]) -> bool:
-    """Whether the attack ranks members apart from others, by its interval."""
-    return _apart(record["scores"]["auc"])
-
-
-def _checks(done: Sequence[Mapping[str, Any]], plan: Mapping[str, Any], missing: Sequence[str]) -> list[str]:
-    if not done:
-        return []
-    out = []
+def _without_the_model(done: Sequence[Mapping[str, Any]]) -> list[str]:
+    """How well texts alone part members from others, and whether they differ."""
     beside = done[0]["blind"]
     blind, by_words = beside.get("auc"), beside["words"]
     by_length = tell("(not measured)") if blind is None else _auc(blind)
-    out.append(
+    out = [
         tell(
             "Without the model, length separates members from others with AUC {length}, words with AUC {words}.",
             length=by_length, words=_auc(by_words),
         )
-    )  # fmt: skip
-    if _off(done):
+    ]  # fmt: skip
+    by_rate = [(s[name], rates_of(s)[name]) for s in of_texts(done) for name in finds(s)]
+    for found, fpr in by_rate[:1]:
         out.append(
             tell(
-                "This differs from .5: members and others differ as texts, and every figure here also measures that "
+                "Length alone finds {found} of the members at {rate:g} % false alarms, more than guessing.",
+                found=_rate(found), rate=100 * fpr,
+            )
+        )  # fmt: skip
+    if off(done):
+        out.append(
+            tell(
+                "This differs from guessing: members and others differ as texts, and every figure here also measures that "
                 "difference. Draw both at random from the same source."
             )
         )
+    return out
+
+
+def _checks(
+    done: Sequence[Mapping[str, Any]], rates: Sequence[str], plan: Mapping[str, Any], missing: Sequence[str]
+) -> list[str]:
+    if not done:
+        return []
+    out = _without_the_model(done)
+    out.append(
+        tell(
+            "Each interval holds on its own, with 95 %. An attack that knows nothing seems to find members, by chance, in "
+            "at most {share:g} % of runs.",
+            share=100 * by_chance(len(rates)),
+        )
+    )
     out.append(
         tell(
             "Leakage is the true minus the false positive rate at the attack's own threshold, as the papers report it; it "
@@ -214,7 +197,7 @@ def _checks(done: Sequence[Mapping[str, Any]], plan: Mapping[str, Any], missing:
             )
         )
     if plan.get("epsilon") is not None:
-        out.append(_by_epsilon(done, plan, missing))
+        out += by_epsilon(done, plan, missing)
     if len([r for r in done if r["attack"] != "blind"]) > 1:
         out.append(
             tell(
@@ -223,29 +206,6 @@ def _checks(done: Sequence[Mapping[str, Any]], plan: Mapping[str, Any], missing:
             )
         )
     return out
-
-
-def _by_epsilon(done: Sequence[Mapping[str, Any]], plan: Mapping[str, Any], missing: Sequence[str]) -> str:
-    """What the stated epsilon permits, and whether an attack on the model is above it."""
-    real = [r["scores"]["auc"] | {"attack": r["attack"]} for r in done if r["attack"] != "blind"]
-    bound = auc_bound(plan["epsilon"], plan.get("delta", 0.0))
-    above = [auc["attack"] for auc in real if max(auc["low"], 1 - auc["high"]) > bound]
-    delta = f", delta {number(plan['delta'], 'g')}" if plan.get("delta") else ""
-    given = {"epsilon": number(plan["epsilon"], "g"), "delta": delta, "bound": float(bound)}
-    if above:
-        return tell(
-            "Epsilon {epsilon}{delta} permits an AUC of at most {bound:.3f}, and {attacks} is above it: the "
-            "guarantee does not hold, or the texts differ.", attacks=", ".join(above), **given,
-        )  # fmt: skip
-    if not real or missing or _off(done):
-        return tell(
-            "Epsilon {epsilon}{delta} permits an AUC of at most {bound:.3f}; this run does not tell whether attacks stay "
-            "below it.", **given,
-        )  # fmt: skip
-    return tell(
-        "Epsilon {epsilon}{delta} permits an AUC of at most {bound:.3f}; no attack is shown to exceed it, and an AUC of up "
-        "to {high:.3f} is not ruled out.", high=float(max(max(auc["high"], 1 - auc["low"]) for auc in real)), **given,
-    )  # fmt: skip
 
 
 def render_membership(records: Sequence[Mapping[str, Any]], plan: Mapping[str, Any], made: Made | None = None) -> str:
@@ -258,23 +218,31 @@ def render_membership(records: Sequence[Mapping[str, Any]], plan: Mapping[str, A
     )  # fmt: skip
     who = recorded(str(records[0]["threat_plain"])) if records else ""
     missing, done = _missing(records, plan), [r for r in records if r["status"] == "ok"]
-    off = bool(done) and _off(done)
+    differ = bool(done) and off(done)
     return filled(
         "membership.html", f=membership_findings(records, plan), plan=plan, plot=roc_plot(records, plan), made=made,
-        lines=[_line(r, missing, off) for r in sorted(records, key=lambda r: plan["attacks"].index(r["attack"]))],
+        lines=[_line(r, missing, differ) for r in sorted(records, key=lambda r: plan["attacks"].index(r["attack"]))],
         head=origin(plan, records, made, who=who, means=means, source=str(plan["members"])), settings=settings(plan),
         step=_step(records, plan, missing),
     )  # fmt: skip
 
 
-def _line(record: Mapping[str, Any], missing: Sequence[str], off: bool) -> dict[str, Any]:
+def _word(scores: Mapping[str, Any], missing: Sequence[str], differ: bool) -> str:
+    """What the figures of an attack say, in the plot of verdicts."""
+    if differ:
+        return tell("not measured: members and others differ as texts")
+    if ranks(scores):
+        return tell("above guessing")
+    if found := finds(scores):
+        return tell("above guessing at {rate:g} % false alarms", rate=100 * rates_of(scores)[found[0]])
+    return tell("not told from guessing by this attack alone") if missing else tell("not told from guessing")
+
+
+def _line(record: Mapping[str, Any], missing: Sequence[str], differ: bool) -> dict[str, Any]:
     """An attack in the plot of verdicts: its AUC in percent."""
-    if record["status"] != "ok":
-        word, dot = tell("not measured"), None
-    else:
-        quiet = tell("not told from guessing by this attack alone") if missing else tell("not told from guessing")
-        word = tell("above guessing") if _above(record) else quiet
-        word = tell("not measured: members and others differ as texts") if off else word
+    word, dot = tell("not measured"), None
+    if record["status"] == "ok":
+        word = _word(record["scores"], missing, differ)
         dot = tuple(100 * record["scores"]["auc"][end] for end in ("mean", "low", "high"))
     name, baseline = record["attack"], record["attack"] == "blind"
     return {"name": name, "anchor": f"attack-{name}", "word": word, "dot": dot, "baseline": baseline, "chosen": False}
@@ -282,12 +250,13 @@ def _line(record: Mapping[str, Any], missing: Sequence[str], off: bool) -> dict[
 
 def _step(records: Sequence[Mapping[str, Any]], plan: Mapping[str, Any], missing: Sequence[str]) -> Step:
     """What to do next."""
-    real = [r for r in records if r["status"] == "ok" and r["attack"] != "blind"]
+    done = [r for r in records if r["status"] == "ok"]
+    real = [r for r in done if r["attack"] != "blind"]
     if not real:
         return Step(tell("Read below why an attack has no result."))
-    if _off(real):
+    if off(done):
         return Step(tell("Draw members and others at random from the same source, and measure again."))
-    if any(_above(r) for r in real):
+    if any(above(r["scores"]) for r in real):
         told = {**plan, "data": plan["members"], "model": plan.get("base") or plan["model"]}
         again = command("train", told, OF_TRAINING, defenses=["none", "dp-sgd:1.0"])
         return Step(tell("Train with a formal guarantee, and measure the trained model again."), again)

@@ -163,7 +163,8 @@ class MembershipAudit:
         told = self._attempt("blind", None).guess
         texts = [f"{e.text} {e.text_pair or ''}" for e in self.examples]
         words = split_check(texts, self.members.tolist(), self.plan.learning.seed)
-        return {"words": asdict(words)} | ({} if told is None else {"auc": told.scores["auc"]})
+        by_length = {} if told is None else {k: v for k, v in told.scores.items() if k == "auc" or k.startswith("tpr@")}
+        return {"words": asdict(words)} | by_length
 
     def _one(
         self, name: str, key: str, beside: Mapping[str, Any], progress: Callable[[str, int, int], None] | None

@@ -1,0 +1,143 @@
+"""What the attacks on a trained model say by their intervals: above guessing, above what an epsilon permits, or nothing. No
+torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rasura.core.rounding import percent_above
+from rasura.metrics.membership import auc_bound, tpr_bound
+from rasura.report.language import number, recorded, tell
+from rasura.report.verdicts import unmeasured
+
+Record = Mapping[str, Any]
+
+
+def rates_of(scores: Mapping[str, Any]) -> dict[str, float]:
+    """The false positive rates at which members were counted, the largest first, by the names of their figures."""
+    found = {name: float(name.removeprefix("tpr@")) for name in scores if name.startswith("tpr@")}
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def ranks(scores: Mapping[str, Any]) -> bool:
+    """Whether the interval of the AUC excludes guessing, on either side."""
+    auc = scores.get("auc")
+    return auc is not None and bool(auc["low"] > 0.5 or auc["high"] < 0.5)
+
+
+def finds(scores: Mapping[str, Any]) -> list[str]:
+    """The rates at which more members are found than by guessing, by their intervals."""
+    return [name for name, fpr in rates_of(scores).items() if scores[name]["low"] > fpr]
+
+
+def above(scores: Mapping[str, Any]) -> bool:
+    """Whether ``scores`` are above guessing: one of their intervals excludes it. Everything that is said of an attack rests
+    on this. Scores that say nothing are above it with a chance of at most ``by_chance``."""
+    return ranks(scores) or bool(finds(scores))
+
+
+def by_chance(rates: int) -> float:
+    """The chance with which ``above`` errs at most: 5 % by the AUC, which errs on either side, and 2.5 % by each rate."""
+    return 0.05 + 0.025 * rates
+
+
+def of_texts(done: Sequence[Record]) -> list[Mapping[str, Any]]:
+    """The scores of texts without a model: by words, and by length, which stand beside each attack or are one themselves."""
+    beside = done[0]["blind"]
+    return [{"auc": beside["words"]}, beside, *(r["scores"] for r in done if r["attack"] == "blind")]
+
+
+def off(done: Sequence[Record]) -> bool:
+    """Whether length or words alone part members from others beyond their intervals."""
+    return any(map(above, of_texts(done)))
+
+
+def headline(real: Sequence[Record], rates: Sequence[str]) -> tuple[str, Record]:
+    """The rate and the attack of the first sentence: the largest rate at which any is above guessing, and of these attacks
+    the one that finds most."""
+    found = {rate: [r for r in real if rate in finds(r["scores"])] for rate in rates}
+    rate = next((rate for rate in rates if found[rate]), rates[0])
+    return rate, max(found[rate] or real, key=lambda r: r["scores"][rate]["mean"])
+
+
+def strongest(real: Sequence[Record]) -> Record:
+    """The attack of the headline where no rate was measured: of those above guessing, on either side, the one farthest from
+    it; where none is, the one with the highest AUC."""
+    if apart := [r for r in real if above(r["scores"])]:
+        return max(apart, key=lambda r: abs(r["scores"]["auc"]["mean"] - 0.5))
+    return max(real, key=lambda r: r["scores"]["auc"]["mean"])
+
+
+def conclusion(real: Sequence[Record], rates: Sequence[str], missing: Sequence[str], differ: bool) -> str:
+    """What the attacks that gave a figure say together: each beyond its interval, or nothing, if none is ``missing``. Where
+    the texts themselves ``differ``, a figure says nothing of the model."""
+    if differ:
+        return tell("Not measured: members and others differ as texts.")
+    if any(finds(r["scores"]) for r in real):
+        return tell("Above guessing: the model reveals which texts it was trained on.")
+    ranked = [r["attack"] for r in real if above(r["scores"])]
+    if ranked:
+        few = "There are too few texts to measure how many members are found at a low false positive rate."
+        with_one = tell("Above guessing: {attacks} separates members from others, and its interval excludes guessing.",
+            attacks=ranked[0])  # fmt: skip
+        with_more = tell("Above guessing: {attacks} separate members from others, and their intervals exclude guessing.",
+            attacks=", ".join(ranked))  # fmt: skip
+        said = with_one if len(ranked) == 1 else with_more
+        return said + (f" {recorded(few)}" if rates else "")
+    if missing:
+        told = unmeasured(missing)
+        return f"{told[0].upper()}{told[1:]}."
+    n = real[0]["scores"]["auc"]["n"]
+    return tell(
+        "Not told from guessing: with {n} texts, an AUC of up to {high:.3f} is not ruled out, and another attack may do "
+        "better.", n=n, high=_not_ruled_out(real),
+    )  # fmt: skip
+
+
+def _not_ruled_out(real: Sequence[Record]) -> float:
+    return float(max(max(r["scores"]["auc"]["high"], 1 - r["scores"]["auc"]["low"]) for r in real))
+
+
+def by_epsilon(done: Sequence[Record], plan: Mapping[str, Any], missing: Sequence[str]) -> list[str]:
+    """What the stated epsilon permits, and which attacks on the model are above it: by the AUC, and at every rate."""
+    real = [r for r in done if r["attack"] != "blind"]
+    epsilon, delta = plan["epsilon"], plan.get("delta", 0.0)
+    bound = auc_bound(epsilon, delta)
+    shown = {"epsilon": number(epsilon, "g"), "delta": f", delta {number(delta, 'g')}" if delta else ""}
+    given = {**shown, "bound": float(bound)}
+    out = []
+    ranked = [r["attack"] for r in real if max((auc := r["scores"]["auc"])["low"], 1 - auc["high"]) > bound]
+    if ranked:
+        out.append(
+            tell(
+                "Epsilon {epsilon}{delta} permits an AUC of at most {bound:.3f}, and {attacks} is above it: the "
+                "guarantee does not hold, or the texts differ.", attacks=", ".join(ranked), **given,
+            )
+        )  # fmt: skip
+    for name, fpr in rates_of({k: v for r in real for k, v in r["scores"].items()}).items():
+        most = tpr_bound(fpr, epsilon, delta)
+        finding = [r["attack"] for r in real if name in r["scores"] and r["scores"][name]["low"] > most]
+        if finding:
+            out.append(
+                tell(
+                    "Epsilon {epsilon}{delta} permits finding at most {most} % of the members at {rate:g} % false alarms, "
+                    "and {attacks} is above it: the guarantee does not hold, or the texts differ.",
+                    most=number(percent_above(most, 2), "g"), rate=100 * fpr, attacks=", ".join(finding), **shown,
+                )
+            )  # fmt: skip
+    if out:
+        return out
+    if not real or missing or off(done):
+        return [
+            tell(
+                "Epsilon {epsilon}{delta} permits an AUC of at most {bound:.3f}; this run does not tell whether attacks "
+                "stay below it.", **given,
+            )
+        ]  # fmt: skip
+    return [
+        tell(
+            "Epsilon {epsilon}{delta} permits an AUC of at most {bound:.3f}; no attack is shown to exceed it, and an AUC of "
+            "up to {high:.3f} is not ruled out.", high=_not_ruled_out(real), **given,
+        )
+    ]  # fmt: skip
