@@ -105,6 +105,18 @@ def test_an_entry_counts_how_each_update_ended() -> None:
     assert (found.cells, found.gave_up, found.crashed, found.sizes, found.metric) == (5, 1, 2, (1,), METRIC)
 
 
+def test_a_note_is_verified_once_in_however_many_updates_it_stands() -> None:
+    """A cell said "n 7 ... 8 verified": a text stood twice in the file. Three seeds on four notes were 12."""
+    again: dict[str, Any] = {"confidence": "verified"}
+    rows = [record("span", "bf16", 1.0, note=0, **again), record("span", "bf16", 1.0, note=1, **again)]
+    rows += [{**rows[0], "batch": 7}, {**rows[0], "seed": 1}, {**rows[1], "seed": 1}, record("span", "bf16", 0.5, note=2)]
+    entry = findings(rows).matrix["span", "bf16"]
+    assert (entry.verified, entry.notes) == (2, 3) and summarise(rows)["matrix"][0]["verified"] == 2
+    blank = record("span", "bf16", note=3, status="ok", scores=scores(METRIC, None), blind=scores(METRIC, None), **again)
+    mixed = findings([*rows, blank]).matrix["span", "bf16"]
+    assert (mixed.verified, mixed.notes) == (2, 3), "what has no figure counts on neither side"
+
+
 def test_the_best_of_a_column_is_the_attack_that_read_most_and_never_guessing() -> None:
     rows = [r for a, v in (("tag", 0.5), ("span", 0.6), ("dlg", 0.4), ("blind", 0.9)) for r in column(a, "bf16", [v] * 2)]
     assert findings(rows).best["bf16"].attack == "span"

@@ -14,6 +14,7 @@ from rasura.report.readings import (
     names_labels_alone,
     notes_of,
     reading,
+    scored,
     setting_of,
     without_a_figure,
 )
@@ -38,9 +39,9 @@ def entry_of(
     setting. ``of_text``: false of an attack that names labels alone, which has no figure here."""
     settings = _by_setting(records)
     levels = {place: reading(attack, some, {}, metric).level if of_text else None for place, some in settings.items()}
-    scored = {place: any(r["status"] == "ok" and not gave_up(r) for r in some) for place, some in settings.items()}
+    answered = {place: any(r["status"] == "ok" and not gave_up(r) for r in some) for place, some in settings.items()}
     # Where it gave up, its level is that of guessing.
-    place = max(levels, key=lambda p: (scored[p], -1.0 if (level := levels[p]) is None else level.mean))
+    place = max(levels, key=lambda p: (answered[p], -1.0 if (level := levels[p]) is None else level.mean))
     blind = guessing(settings[place], metric)
     return Entry(
         attack,
@@ -53,7 +54,7 @@ def entry_of(
         sum(r["status"] == "ok" and not gave_up(r) for r in records),
         sum(map(gave_up, records)),
         sum(r["status"] == "crashed" for r in records),
-        sum(r["confidence"] == "verified" for r in settings[place]),
+        len({n for r in settings[place] if r["confidence"] == "verified" for n, _, _ in scored(r, metric)}),
         sum(r["wall_seconds"] for r in settings[place]) / len(settings[place]),
         sum(map(names_labels_alone, records)),
         place,

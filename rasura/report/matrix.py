@@ -62,8 +62,9 @@ class Entry:
 
     ``level``: of the examples that were measured, those where the attack gave up at the score of guessing. Of several threat
     models or batch sizes ``setting`` is the one where the attack read most; ``level``, ``blind``, ``seconds``, ``verified``
-    and ``notes``, the number of examples that can be scored, are of it alone. ``mark``: value, ``labels`` (named labels and
-    no text: see ``labels`` of the findings), ``·`` (gave up everywhere), ``!`` (crashed) or ``–`` (not applicable).
+    and ``notes``, the number of examples that can be scored, are of it alone. ``verified``: how many of these have a proven
+    guess, each counted once. ``mark``: value, ``labels`` (named labels and no text: see ``labels`` of the findings), ``·``
+    (gave up everywhere), ``!`` (crashed) or ``–`` (not applicable).
     """
 
     attack: str
