@@ -7,11 +7,12 @@ import random
 import stat
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from rasura.core.files import make_private, read_limited, read_private, write_new, write_whole
+from rasura.core.files import appended, make_private, read_limited, read_private, write_new, write_whole
 from rasura.core.interfaces import InputError
 from rasura.defenses.homomorphic_keys import Context, make_keys
 from rasura.service_protections.obfuslm.key import Key
@@ -109,6 +110,40 @@ def test_no_moment_at_other_rights_and_no_part_of_a_file(tmp_path: Path, monkeyp
     with pytest.raises(InputError, match=r"key cannot be written \(No space left on device\)"):
         write_whole(tmp_path / "key", b"newer")
     assert [p.name for p in tmp_path.iterdir()] == ["key"] and (tmp_path / "key").read_bytes() == b"new"
+
+
+def test_what_is_added_to_is_its_owners_alone_and_one_runs(tmp_path: Path) -> None:
+    """The half-done file of a run had the rights of the umask, and two runs wrote into it in turns."""
+    target = tmp_path / "rows.part"
+    with appended(target) as file:
+        assert mode(target) == 0o600
+        file.write(b"one\n")
+        with pytest.raises(InputError, match=r"rows.part is being written by another run"), appended(target):
+            pass
+    target.chmod(0o644)
+    with appended(target) as file:
+        assert mode(target) == 0o600 and file.read() == b"one\n"
+        file.truncate(2)
+        file.write(b"two")
+    assert target.read_bytes() == b"ontwo"
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    for bad in (tmp_path / "link", tmp_path / "none" / "a", tmp_path, tmp_path / "a\0b"):
+        with pytest.raises(InputError, match="cannot be written"), appended(bad):
+            pass
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_file_that_the_other_run_has_just_ended_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, made = tmp_path / "rows.part", os.open
+
+    def late(*given: Any) -> int:
+        number = made(*given)
+        target.unlink()
+        return number
+
+    monkeypatch.setattr(os, "open", late)
+    with pytest.raises(InputError, match=r"rows.part is being written by another run"), appended(target):
+        pass
 
 
 def test_what_must_not_give_way_stays(tmp_path: Path) -> None:

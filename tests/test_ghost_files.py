@@ -178,15 +178,21 @@ def test_every_sixteen_rows_are_kept(tmp_path: Path, model_folder: Path) -> None
     random.seed(0)
     source = written(tmp_path / "notes.jsonl", [{"text": random.choice(TEXTS), "label": 0} for _ in range(40)])
     seen: list[tuple[int, int]] = []
+    part = tmp_path / "h.jsonl.part"
+    part.touch(0o644)  # as of a run that was ended before its first line
 
     def stop(done: int, total: int) -> None:
         seen.append((done, total))
+        assert part.stat().st_mode & 0o777 == 0o600
+        if done == 16:
+            with pytest.raises(InputError, match=r"h.jsonl.part is being written by another run"):
+                ghost_file.obfuscate_file(source, tmp_path / "h.jsonl", model=str(model_folder), shadows=SETTINGS)
         if done == 32:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         ghost_file.obfuscate_file(source, tmp_path / "h.jsonl", model=str(model_folder), shadows=SETTINGS, progress=stop)
-    assert seen == [(0, 40), (16, 40), (32, 40)]
+    assert seen == [(0, 40), (16, 40), (32, 40)] and len(part.read_text().splitlines()) == 33
     again = ghost_file.obfuscate_file(source, tmp_path / "h.jsonl", model=str(model_folder), shadows=SETTINGS)
     assert (again.resumed, again.rows) == (32, 40)
 

@@ -358,6 +358,7 @@ def test_a_capture_holds_what_the_server_saw(tmp_path: Path, keys: Keys) -> None
     side.server.collect(replies)
     found = load_file(str(tmp_path / "clear/round-1/client-7.safetensors"))
     assert max(float((found[n] - RATE * g).abs().max()) for n, g in gradient.items()) < 1e-6
+    assert (tmp_path / "clear/round-1/client-7.safetensors").stat().st_mode & 0o777 == 0o600
     assert not (tmp_path / "clear/round-1/client-7.hidden.safetensors").exists()
     side = Side(DEFENSES[1], keys, {"seen": Capture(tmp_path / "sealed", Local("fedavg-sgd", 1, RATE))})
     side.server.collect([(7, side.message(1, 7), 1.0)])

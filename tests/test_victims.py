@@ -112,6 +112,7 @@ def test_capture_writes_the_update(tmp_path: Path) -> None:
     model, batch = tiny("gpt2", "causal"), batch_for("causal")
     path = tmp_path / "update.safetensors"
     capture(model, batch.inputs(), path)
+    assert path.stat().st_mode & 0o777 == 0o600, "who can read it can read the text"
     sent = step(model, batch, task="causal", vocabulary=VOCABULARY, rng=generator(0))
     written = load_file(path)
     assert set(written) == set(sent.message.gradients)

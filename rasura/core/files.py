@@ -7,9 +7,11 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 from rasura.core.errors import InputError
 
@@ -57,8 +59,7 @@ def write_whole(path: str | Path, content: str | bytes, *, private: bool = True,
     except FileExistsError:
         raise _taken(target) from None
     except (OSError, ValueError) as error:  # ValueError: a name with a zero byte
-        why = getattr(error, "strerror", None) or "not a valid file name"
-        raise InputError(f"{target} cannot be written ({why}); choose another place") from None
+        raise _unusable(target, error) from None
     _keep_name(target.parent)
 
 
@@ -105,6 +106,55 @@ def make_private(target: Path, write: Callable[[Path], object]) -> None:
         part.replace(target)
     finally:
         part.unlink(missing_ok=True)
+
+
+@contextmanager
+def appended(target: Path) -> Iterator[BinaryIO]:
+    """``target``, to read and to add to its end, for this run alone: only its owner can read it, and no other run adds to it.
+
+    It is made where it is missing. Raises ``InputError`` where another run has it open, and where it cannot be made its
+    owner's alone.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
+    try:
+        file = os.fdopen(os.open(target, flags, 0o600), "r+b")
+    except (OSError, ValueError) as error:
+        raise _unusable(target, error) from None
+    with file:
+        try:
+            if hasattr(os, "fchmod"):
+                os.fchmod(file.fileno(), 0o600)  # of one that is there already, too
+            _lock(file)
+            here = os.path.samestat(os.stat(target), os.fstat(file.fileno()))
+        except (BlockingIOError, FileNotFoundError):
+            here = False
+        except OSError as error:
+            raise _unusable(target, error) from None
+        if not here:  # the other run has it, or has just ended with it
+            raise InputError(f"{target} is being written by another run; wait for it, or choose another name")
+        yield file
+
+
+def _lock(file: BinaryIO) -> None:
+    """Hold ``file`` until it is closed, or the process ends. Raises ``BlockingIOError`` where another holds it."""
+    if sys.platform == "win32":
+        import msvcrt
+
+        file.seek(1 << 30)  # a place behind all that is written, since others cannot read what is locked
+        try:
+            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+        except PermissionError:
+            raise BlockingIOError from None
+        file.seek(0)
+    else:
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _unusable(path: Path, error: OSError | ValueError) -> InputError:
+    why = getattr(error, "strerror", None) or "not a valid file name"
+    return InputError(f"{path} cannot be written ({why}); choose another place")
 
 
 def _keep_name(folder: Path) -> None:

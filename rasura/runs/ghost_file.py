@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from rasura.core.files import make_private, write_whole
+from rasura.core.files import appended, make_private, write_whole
 from rasura.core.interfaces import InputError
 from rasura.data.columns import NAMES, Columns
 from rasura.data.parquet import check_installed, write_rows
@@ -79,10 +79,7 @@ def obfuscate_file(
     if path.suffix == ".parquet":
         check_installed()
     part, report, card = (path.with_suffix(end) for end in (f"{path.suffix}.part", ".report.jsonl", ".card.md"))
-    for taken in (path, report, card):
-        # It may be the source, or belong to another target; an interrupted run may have written all but the target.
-        if taken.exists() and (taken == path or not part.exists()):
-            raise InputError(f"{taken} already exists; remove it or choose another name")
+    _check_free(path, (report, card), begun=part.exists())
     examples = load_examples(source, columns=columns)
     obfuscator = GhostObfuscator(load(model, "classification", attacked=False), table=table, shadows=shadows, beam=beam)
     obfuscator.check(examples)
@@ -90,27 +87,35 @@ def obfuscate_file(
         "model": model, "embedding": obfuscator.table.model, "shadows": asdict(obfuscator.table.settings), "beam": beam,
         "seed": seed, "data": _digest(examples), "places": PLACES,
     }  # fmt: skip
-    done = _resumed(part, about)
-    resumed = len(done)
-    if progress is not None:
-        progress(resumed, len(examples))
-    with part.open("a", encoding="utf-8") as file:
+    with appended(part) as file:
+        # Another run may have written them while this one began.
+        _check_free(path, (report, card), begun=part.stat().st_size > 0)
+        done = _resumed(file, part, about)
+        resumed = len(done)
+        if progress is not None:
+            progress(resumed, len(examples))
         for start in range(resumed, len(examples), CHUNK):
-            rows = _chunk(obfuscator, examples[start : start + CHUNK], seed, start, examples.label_names or ())
-            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+            done += _chunk(obfuscator, examples[start : start + CHUNK], seed, start, examples.label_names or ())
+            file.writelines(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in done[start:])
             file.flush()
-            done += rows
             if progress is not None:
                 progress(len(done), len(examples))
-    write_whole(report, "".join(json.dumps(_reported(n, row)) + "\n" for n, row in enumerate(done)))
-    found = Protected(
-        len(done), sum(r["tokens"] for r in done), _count(done, "weak"), _count(done, "unchanged"),
-        _count(done, "kept"), resumed, sum(r["error"] for r in done) / len(done), path, card, _criteria(about),
-    )  # fmt: skip
-    write_whole(card, _card(found, about, _audited(source, model, columns or Columns())))
-    make_private(path, partial(_write, done, path.suffix))  # last: where it is, all is
+        write_whole(report, "".join(json.dumps(_reported(n, row)) + "\n" for n, row in enumerate(done)))
+        found = Protected(
+            len(done), sum(r["tokens"] for r in done), _count(done, "weak"), _count(done, "unchanged"),
+            _count(done, "kept"), resumed, sum(r["error"] for r in done) / len(done), path, card, _criteria(about),
+        )  # fmt: skip
+        write_whole(card, _card(found, about, _audited(source, model, columns or Columns())))
+        make_private(path, partial(_write, done, path.suffix))  # last: where it is, all is
     part.unlink()
     return found
+
+
+def _check_free(path: Path, others: Sequence[Path], begun: bool) -> None:
+    for taken in (path, *others):
+        # It may be the source, or belong to another target; an interrupted run may have written all but the target.
+        if taken.exists() and (taken == path or not begun):
+            raise InputError(f"{taken} already exists; remove it or choose another name")
 
 
 def _audited(source: str | Path, model: str, named: Columns) -> dict[str, Any]:
@@ -140,19 +145,21 @@ def _chunk(
     return rows
 
 
-def _resumed(part: Path, about: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The rows of complete chunks from an earlier run; starts the file if there is none."""
-    first = json.dumps(about, sort_keys=True)
-    if not part.exists():
-        part.write_text(first + "\n", encoding="utf-8")
+def _resumed(file: BinaryIO, part: Path, about: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The rows of complete chunks from an earlier run in the ``file`` of ``part``, which then ends behind them; without any
+    whole line it is begun."""
+    first = json.dumps(about, sort_keys=True).encode()
+    lines = file.read().split(b"\n")
+    if len(lines) == 1 and first.startswith(lines[0]):
+        file.truncate(0)
+        file.write(first + b"\n")
         return []
-    lines = part.read_text(encoding="utf-8").split("\n")
     if lines[0] != first:
         raise InputError(f"{part} was begun with other data or settings; remove it to start over")
     whole = lines[1:-1]  # behind the last line break stands nothing, or half a row
-    keep = len(whole) // CHUNK * CHUNK
-    part.write_text("\n".join([first, *whole[:keep]]) + "\n", encoding="utf-8")
-    return [json.loads(line) for line in whole[:keep]]
+    kept = whole[: len(whole) // CHUNK * CHUNK]
+    file.truncate(sum(len(line) + 1 for line in (first, *kept)))
+    return [json.loads(line) for line in kept]
 
 
 def _columns(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from rasura.core.batches import Batch, ImageBatch
 from rasura.core.exact import full_products
+from rasura.core.files import make_private
 from rasura.core.interfaces import Defense, InputError, NotApplicable
 from rasura.core.local import FEDSGD, Local
 from rasura.core.rng import Randomness, drawing, permutation, secret_generator
@@ -199,5 +200,5 @@ def capture(model: nn.Module, inputs: Mapping[str, Tensor], path: str | Path = "
     if "labels" not in inputs:
         raise InputError(f"the batch has {', '.join(sorted(inputs))} but no labels; expected labels for the loss")
     found, loss = gradients(model, dict(inputs))
-    save_file({n: g.contiguous() for n, g in found.items()}, str(path))
+    make_private(Path(path), partial(save_file, {n: g.contiguous() for n, g in found.items()}))
     return loss

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from rasura.core.files import make_private
 from rasura.core.interfaces import InputError
 from rasura.core.local import Local
 from rasura.core.values import Message
@@ -36,12 +38,11 @@ class Capture:
         place.mkdir(parents=True, exist_ok=True)
         rate = self.local.learning_rate
         factor = 1 / rate if self.local.kind == "fedsgd" else -1.0
-        save_file(
-            {n: (g * factor).contiguous() for n, g in message.gradients.items()}, str(place / f"client-{node}.safetensors")
-        )
+        update = {n: (g * factor).contiguous() for n, g in message.gradients.items()}
+        make_private(place / f"client-{node}.safetensors", partial(save_file, update))
         hidden = {n: ~mask for n, mask in message.visible.items() if not bool(mask.all())}
         if hidden:
-            save_file(hidden, str(place / f"client-{node}.hidden.safetensors"))
+            make_private(place / f"client-{node}.hidden.safetensors", partial(save_file, hidden))
         visible = sum(
             int(message.visible[n].sum()) if n in message.visible else g.numel() for n, g in message.gradients.items()
         )
