@@ -8,7 +8,7 @@ import json
 import random
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -80,6 +80,32 @@ def test_the_card_names_the_audit_of_this_file_and_figures_of_no_other_settings(
     ):
         said = "".join(ghost_file._risk(ghost_file._defense(asdict(published), 1)))
         assert figures in said and "not measured" not in said
+
+
+@pytest.mark.parametrize("group", [1, 4])
+def test_with_groups_no_written_file_depends_on_more_than_the_groups(tmp_path: Path, model_folder: Path, group: int) -> None:
+    """The report held the error against the private tokens at full precision, by which a guess of them was confirmed."""
+    shadows = ShadowSettings(k=12, overlap=0.4, grow=4, max_k=40, language=None, group=group, choices=6)
+    victim = load(model_folder, "classification")
+    words, table = victim.vocabulary, GhostObfuscator(victim, shadows=replace(shadows, group=4)).table
+    read = [t for t in range(words.size) if len(table.of(t)) and words.encode(words.decode([t])) == [t]]
+    pairs = []
+    for number in table.groups[read].unique().tolist():
+        members = sorted((t for t in read if table.groups[t] == number), key=lambda t: int(table.relaxed[t]))
+        pairs.append((members[0], members[-1]))
+    assert sum(a != b for a, b in pairs) >= 8 and any(table.relaxed[a] != table.relaxed[b] for a, b in pairs)
+    files = []
+    for side in (0, 1):
+        rows = [{"text": words.decode([p[side] for p in pairs[k : k + 6]]), "label": 0} for k in range(0, len(pairs), 6)]
+        source, target = written(tmp_path / "notes.jsonl", rows), tmp_path / str(side) / "hidden.jsonl"
+        target.parent.mkdir()
+        made = ghost_file.obfuscate_file(source, target, model=str(model_folder), shadows=shadows)
+        assert made.weak > 0 or group == 1
+        files.append({path.name: path.read_bytes() for path in target.parent.iterdir()})
+        said = made.card.read_text()
+        assert ("confirm a guess" in said) == (group == 1) and ("depends on its group alone" in said) == (group > 1)
+    assert files[0].keys() == {"hidden.jsonl", "hidden.report.jsonl", "hidden.card.md"}
+    assert (files[0] == files[1]) == (group > 1), "published GHOST tells them apart"
 
 
 @pytest.mark.parametrize("beside", ["report.jsonl", "card.md"])

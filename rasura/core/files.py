@@ -110,10 +110,10 @@ def make_private(target: Path, write: Callable[[Path], object]) -> None:
 
 @contextmanager
 def appended(target: Path) -> Iterator[BinaryIO]:
-    """``target``, to read and to add to its end, for this run alone: only its owner can read it, and no other run adds to it.
+    """``target``, to read and to add to its end, for this run alone.
 
-    It is made where it is missing. Raises ``InputError`` where another run has it open, and where it cannot be made its
-    owner's alone.
+    Only its owner can read it, and no other run adds to it. It is made where it is missing. Raises ``InputError`` where
+    another run has it open, and where it cannot be made its owner's alone.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
     try:

@@ -33,7 +33,10 @@ Text = tuple[int, ...]
 @dataclass(frozen=True)
 class Obfuscated:
     """One text: its ``ids``; ``error``: mean squared difference of the hidden states; ``weak``: places whose substitute
-    broke a criterion, with what was given up; ``kept``: places without any substitute, where the private token stands."""
+    broke a criterion, with what was given up; ``kept``: places without any substitute, where the private token stands.
+
+    Where the table has groups, all of it depends on the groups alone: states are compared with those of the groups' means.
+    """
 
     ids: Text
     error: float
@@ -59,6 +62,7 @@ class Selector:
         if (digest or embedding_digest(token_embedding(model))) != table.model:
             raise InputError("the shadow table was made for another model; make one for this model")
         self._centre = lru_cache(maxsize=None)(self._mean_of_group)
+        self.given_up = lru_cache(maxsize=None)(table.given_up)
         self._causal = self._looks_back_only()
 
     def __call__(self, texts: Sequence[Sequence[int]], rng: Randomness) -> list[Obfuscated]:
@@ -159,10 +163,6 @@ class _Bucket:
             before = [min(beam.values()) for beam in self.beams]
             self._sweep(sorted(alive))
             alive = {r for r in alive if min(self.beams[r].values()) < (1 - self.settings.enough) * before[r]}
-        if self.selector.table.settings.group > 1:
-            with torch.no_grad():
-                self.goal = self.selector.states(self.selector.embedded(torch.tensor(self.texts)))
-            self.beams = self._scored([dict.fromkeys([min(b, key=b.__getitem__)], float("nan")) for b in self.beams])
         return [self._told(text, beam) for text, beam in zip(self.texts, self.beams)]
 
     def _sweep(self, rows: Sequence[int]) -> None:
@@ -239,7 +239,7 @@ class _Bucket:
         ids, error = min(beam.items(), key=lambda item: item[1])
         weak, kept = {}, []
         for place, token in enumerate(text):
-            code = int(self.selector.table.relaxed[token])
+            code = self.selector.given_up(token)
             if token in self.selector.fixed or code == POLICY:
                 continue
             if not len(self.selector.table.of(token)):

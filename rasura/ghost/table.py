@@ -90,6 +90,10 @@ class ShadowTable:
         """The shadow tokens of ``token``, int64; empty where it has none."""
         return self.ids[int(self.offsets[token]) : int(self.offsets[token + 1])].long()
 
+    def given_up(self, token: int) -> int:
+        """The index into ``RELAXED`` of ``token``; with groups, the largest of its group, whose substitutes they share."""
+        return int(self.relaxed[self.groups == self.groups[token]].max())
+
     def __len__(self) -> int:
         return len(self.offsets) - 1
 

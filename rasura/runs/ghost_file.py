@@ -37,8 +37,8 @@ FORMATS = (".jsonl", ".csv", ".parquet")
 @dataclass(frozen=True)
 class Protected:
     """The result of a run: rows, their tokens, how many of them have a weak substitute, are ``unchanged``, and of these have
-    no substitute (``kept``); rows resumed from an earlier run, the mean squared difference of the hidden states, and the
-    settings of the search."""
+    no substitute (``kept``); rows resumed from an earlier run, the mean squared difference of the hidden states (in groups,
+    from those of the groups' means), and the settings of the search."""
 
     rows: int
     tokens: int
@@ -68,10 +68,10 @@ def obfuscate_file(
 
     Writes ``target`` (JSONL, CSV or Parquet by its name) with the columns ``text``, ``input_ids`` and ``label``; for pairs
     also ``text_pair`` and ``token_type_ids``; and ``label_text`` if labels are text. Beside it, it writes a report on every
-    row (``.report.jsonl``) and a data card (``.card.md``). ``columns``: unusual column names of the source. Every ``CHUNK``
-    rows are saved: after an interruption, the same call resumes. ``progress(rows done, rows)`` is also called before the
-    first row. Raises ``InputError`` for bad input, a target that exists or was begun with other settings, and a ``table``
-    made with settings other than those requested.
+    row (``.report.jsonl``) and a data card (``.card.md``), which confirm a guess of the text unless tokens are in groups.
+    ``columns``: unusual column names of the source. Every ``CHUNK`` rows are saved: after an interruption, the same call
+    resumes. ``progress(rows done, rows)`` is also called before the first row. Raises ``InputError`` for bad input, a target
+    that exists or was begun with other settings, and a ``table`` made with settings other than those requested.
     """
     path = Path(target)
     if path.suffix not in FORMATS:
@@ -240,7 +240,9 @@ def _lines(found: Protected, about: Mapping[str, Any], audit: Mapping[str, Any])
     yield f"| method | GHOST (Feng et al. 2026): {found.settings} |"
     yield f"| tokens whose substitute broke a criterion | {found.weak} (which: the report beside this file) |"
     yield f"| tokens left unchanged | {found.unchanged}, of which {found.kept} have no substitute (which: the same report) |"
-    yield f"| mean squared difference of the hidden states | {found.error:.4f} |"
+    grouped = about["shadows"]["group"] > 1
+    goal = " from those of the groups' means" if grouped else ""
+    yield f"| mean squared difference of the hidden states{goal} | {found.error:.4f} |"
     yield ""
     if found.unchanged == found.tokens:
         yield "Protects nothing: no token was replaced, and this is the private text."
@@ -252,6 +254,11 @@ def _lines(found: Protected, about: Mapping[str, Any], audit: Mapping[str, Any])
     defense = _defense(about["shadows"], about["beam"])
     yield from _risk(defense)
     yield "Labels and lengths are unchanged. No formal guarantee."
+    yield ""
+    if grouped:
+        yield "What the report and this card say of a token depends on its group alone, as the sent text does."
+    else:
+        yield "The report and this card confirm a guess: they are measured on the private tokens. Keep both private."
     yield ""
     yield f"To measure this on your texts, put public texts of the same kind into `{PUBLIC}`, and run:"
     yield ""
