@@ -21,6 +21,7 @@ from rasura.core.rng import generator
 from rasura.service_protections.obfuslm.folder import obfuscate_model
 from rasura.service_protections.obfuslm.key import Key
 from rasura.service_protections.obfuslm.model import obfuscate, obfuscate_embedding
+from rasura.service_protections.obfuslm.named import IDS, named_ids
 from rasura.service_protections.obfuslm.settings import ObfuscationSettings
 from rasura.service_protections.obfuslm.synthesis import max_success
 from rasura.testing.tiny import ALL, DECODERS, FAMILIES, PAD, VOCABULARY, WORDS, batch_for, tiny, tokenizer_folder
@@ -216,6 +217,55 @@ def test_a_served_folder_generates_what_the_plain_model_does(public: Path, tmp_p
     answers = served.generate(**client(TEXT, return_tensors="pt"), **options)
     expected = plain.generate(**own(TEXT, return_tensors="pt"), **options)
     assert client.batch_decode(answers) == own.batch_decode(expected)
+
+
+def test_ids_that_the_configurations_name_stay_what_they_are(tmp_path: Path) -> None:
+    """A text that ends with an ordinary token, too, went on: the public id stood for another token."""
+    model: Any = tiny("llama", "causal")
+    options: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": PAD}
+    own = transformers.AutoTokenizer.from_pretrained(tokenizer_folder(model, tmp_path / "first"))
+    free = model.generate(**own(TEXT, return_tensors="pt"), **options, eos_token_id=None)[0, -10:].tolist()
+    end = next(i for i in free[2:] if i not in SPECIAL)
+    forbidden = next(i for i in free if i not in SPECIAL and i != end)
+    model.config.eos_token_id = [2, end]
+    model.generation_config = transformers.GenerationConfig.from_model_config(model.config)
+    model.generation_config.bad_words_ids = [[forbidden]]
+    made = obfuscate_model(tokenizer_folder(model, tmp_path / "public"), tmp_path / "served", tmp_path / "my.key", PERMUTED)
+    served = transformers.AutoModelForCausalLM.from_pretrained(made.folder)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "public")
+    client = rasura.ObfuscatedTokenizer(made.key, model=made.folder)
+    answers = served.generate(**client(TEXT, return_tensors="pt"), **options)
+    expected = plain.generate(**own(TEXT, return_tensors="pt"), **options)
+    assert client.batch_decode(answers) == own.batch_decode(expected) and forbidden not in expected[0]
+    tokens = Key.load(made.key).tokens
+    assert tokens[[end, forbidden]].tolist() == [end, forbidden]
+    assert made.tokens == WORDS - len({*SPECIAL, end, forbidden})
+
+
+def test_every_kind_of_id_in_a_configuration_is_named() -> None:
+    model: Any = tiny("llama", "causal")
+    model.config.text = {"image_token_index": 20, "max_tokens": 99, "task": {"forced_bos_token_id": 21}}
+    model.generation_config = transformers.GenerationConfig(
+        eos_token_id=[2, 22], suppress_tokens=[23], begin_suppress_tokens=[24], bad_words_ids=[[25, 26]],
+        force_words_ids=[[[27], [28]]], sequence_bias={(29, 30): -9.0}, forced_decoder_ids=[[90, 31]],
+        decoder_start_token_id=32, forced_eos_token_id=[33], max_new_tokens=91, num_beams=2,
+    )  # fmt: skip
+    assert named_ids(model) - SPECIAL == set(range(20, 34))
+    model.generation_config.sequence_bias = [[[29], 92.0]]
+    assert named_ids(model) - SPECIAL == set(range(20, 34)) - {30}
+    model.generation_config.watermarking_config = {"bias": 2.0}
+    with pytest.raises(InputError, match="watermarking_config, which chooses words by their ids"):
+        obfuscate(model, PERMUTED, SPECIAL)
+
+
+def test_the_library_has_no_other_entry_that_names_ids() -> None:
+    """A new one must be looked at: what it names may have to stay."""
+    counts = {
+        "max_new_tokens", "min_new_tokens", "token_healing", "num_assistant_tokens", "num_assistant_tokens_schedule",
+        "prompt_lookup_num_tokens", "sequence_bias",
+    }  # fmt: skip
+    told = transformers.GenerationConfig().to_dict()
+    assert {n for n in told if re.search("token|_id|bias|word", n) and not IDS.search(n)} <= counts
 
 
 def test_the_tokenizer_goes_there_and_back_and_writes_nothing(public: Path, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from rasura.core.interfaces import InputError
 from rasura.core.rng import Randomness, permutation, secret_generator
 from rasura.service_protections.obfuslm.clusters import Clusters, embed_cluster
+from rasura.service_protections.obfuslm.named import named_ids
 from rasura.service_protections.obfuslm.residual import change_stream, check_stream, model_head
 from rasura.service_protections.obfuslm.settings import ObfuscationSettings
 from rasura.service_protections.obfuslm.synthesis import calibrated_synth, weight_synth
@@ -47,13 +48,15 @@ def obfuscate(
 ) -> Obfuscated:
     """A copy of ``model`` whose tokens have other ids, and rows mixed with those of their cluster.
 
-    The ids ``fixed`` (special tokens, and ids that no text can have) keep their place and their row: a server needs to know
-    which id pads and which ends a text, and neither is private. The clusters are formed in the permuted order, since the
+    The ids ``fixed`` (special tokens, and ids that no text can have) keep their place and their row, and so do those that
+    the model's configurations name (``named_ids``): a server needs to know which id pads and which ends a text, and neither
+    is private. The clusters are formed in the permuted order, since the
     order decides which row begins one. A head shares the permutation and the weights, its bias too; a tied one stays tied.
     Classifier heads are as they were. ``in_place`` changes ``model`` itself, for large ones. Randomness from the operating
     system unless ``rng`` is given, which is for experiments. Raises ``InputError`` for settings that the model's size does
     not allow, and for a model that looks tokens up in a second table.
     """
+    fixed = {*fixed, *named_ids(model)}
     rows = range(len(model.get_parameter(parts(model).word_embedding)))
     some = list(islice((i for i in rows if i not in fixed), 8))
     if second := _token_tables(model, some):
