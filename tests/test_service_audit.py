@@ -19,7 +19,9 @@ from rasura import registry
 from rasura.cli import app
 from rasura.core.answers import ServiceObservation, TokenReading
 from rasura.core.interfaces import Budget, InputError
+from rasura.core.rng import generator
 from rasura.core.run_store import RunStore
+from rasura.registry.services import parse_service_protection
 from rasura.report.page import write_report
 from rasura.runs.scoring import fractions_of
 from rasura.runs.service_plan import ServicePlan
@@ -314,6 +316,49 @@ def test_the_command_trains_behind_protections_of_a_service(tmp_path: Path, mode
 def test_protections_of_a_service_that_cannot_be_are_refused(text: str, why: str) -> None:
     with pytest.raises(InputError, match=why):
         ServicePlan("a", "b", protections=(text,)).checked()
+
+
+def vectors(path: Path, seed: int) -> None:
+    numbers = torch.randn(260, 4, generator=generator(seed)).tolist()
+    path.write_text("".join(f"w{k} {' '.join(f'{x:.4f}' for x in row)}\n" for k, row in enumerate(numbers, 11)))
+
+
+def test_a_run_belongs_to_the_content_of_the_files_that_a_protection_reads(tmp_path: Path, model_folder: Path) -> None:
+    """Another file under the same name left the old figures in place."""
+    notes(tmp_path / "notes.jsonl", list(TEXTS))
+    notes(tmp_path / "more.jsonl", [f"{t} w9 w8" for t in TEXTS])
+    file = tmp_path / "a folder" / "words.vec"
+    file.parent.mkdir()
+    vectors(file, 1)
+    name = f'santext+:epsilon=2/vectors="{file}"'
+    plan = ServicePlan(
+        str(tmp_path / "notes.jsonl"), str(tmp_path / "more.jsonl"), model=str(model_folder), protections=(name,),
+        attacks=("knn",), limit=2,
+    )  # fmt: skip
+    records = list(audit_service(plan, out=tmp_path / "a"))
+    assert [r.defense for r in records] == ["none", name] and records[1].status == "ok"
+    assert list(audit_service(plan, out=tmp_path / "a")) == []
+    began = ServiceAudit(plan)
+    vectors(file, 2)
+    with pytest.raises(InputError, match=r"holds the results of another file of a protection \(fingerprint"):
+        list(audit_service(plan, out=tmp_path / "a"))
+    store = RunStore(tmp_path / "b", began.identity)
+    with pytest.raises(InputError, match="has changed since the run began"):
+        list(began.run(store))
+    store.close()
+    file.unlink()
+    with pytest.raises(InputError, match=r"the file of santext\+ .*words.vec cannot be read \(No such file"):
+        audit_service(plan, out=tmp_path / "c")
+
+
+@pytest.mark.parametrize("name", ["santext+", "custext+", "madlib"])
+def test_every_option_that_takes_a_file_is_known_as_one(name: str, tmp_path: Path) -> None:
+    vectors(tmp_path / "words.vec", 1)
+    one = parse_service_protection(f'{name}:epsilon=2/vectors="{tmp_path}/words.vec"')
+    assert one.options == {"epsilon": 2.0, "vectors": f"{tmp_path}/words.vec"} and one.files.keys() == {"vectors"}
+    assert parse_service_protection(f"{name}:vectors=model").files == {} == parse_service_protection(name).files
+    with pytest.raises(InputError, match="one double quote is missing"):
+        parse_service_protection(f'{name}:vectors="/a/b')
 
 
 def test_trained_weights_without_a_training_are_refused(tmp_path: Path, model_folder: Path) -> None:

@@ -54,6 +54,15 @@ def test_two_protections_whose_names_differ_in_capitals_have_their_own_trainings
     for name, result in zip(names, results):
         assert result["mechanism"][0]["parameters"]["vectors"] == name.rpartition("=")[2]
     assert list(training.run()) == results
+    again = plan_for(tmp_path, model_folder, defenses=(*names, "none"), service=True)
+    assert list(Training(again, tmp_path / "run").run())[:2] == results
+    with (tmp_path / "EN.txt").open("a") as file:
+        file.write("w275 1 2 3\n")
+    with pytest.raises(InputError, match=r"a file of santext.*EN.txt has changed since the run began"):
+        training.service(ENGLISH, training.victim(0), 0)
+    with pytest.raises(InputError, match=r"under santext.*EN.txt with another content of its file; choose another --out"):
+        Training(again, tmp_path / "run")
+    assert [r["defense"] for r in Training(replace(again, defenses=(GERMAN,)), tmp_path / "run").run()] == [GERMAN]
 
 
 def test_the_result_of_another_training_is_refused(tmp_path: Path, model_folder: Path) -> None:

@@ -167,6 +167,17 @@ def _keep_name(folder: Path) -> None:
             os.close(number)
 
 
+def file_digest(path: str | Path, what: str) -> str:
+    """What tells the content of a file from any other. Raises ``InputError``, which calls it ``what``, where it cannot be
+    read."""
+    try:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or "not a valid file name"
+        raise InputError(f"the {what} {path} cannot be read ({why})") from None
+
+
 def read_limited(path: str | Path, what: str, max_bytes: int) -> tuple[bytes, bool]:
     """The content of a file of at most ``max_bytes``, and whether anyone but its owner can read or write it. Raises
     ``InputError``, which calls it ``what``, if it is larger, is not a plain file or cannot be read.

@@ -16,15 +16,29 @@ def name_of(part: str) -> str:
 
 def options(name: str, text: str, usual: Mapping[str, Any]) -> dict[str, Any]:
     """The values in ``text``, each with the type of its default in ``usual``. Where that type is text, ``none`` means None.
+    A slash within double quotes separates nothing: ``vectors="/data/glove.txt"``.
 
     Raises ``InputError`` for options that the protection ``name`` does not have, and for invalid values.
     """
     out: dict[str, Any] = {}
-    for part in filter(None, text.split("/")):
+    for part in filter(None, _split(name, text)):
         key, _, value = part.partition("=")
         if key not in usual:
             raise InputError(f"{name} has no option {key!r}; known: {', '.join(usual)}")
         out[key] = _value(name, key, value, usual[key])
+    return out
+
+
+def _split(name: str, text: str) -> list[str]:
+    """``text`` at its slashes, but for those within double quotes, which are left out."""
+    pieces = text.split('"')
+    if len(pieces) % 2 == 0:
+        raise InputError(f"{name}: one double quote is missing in {text}")
+    out = [""]
+    for number, piece in enumerate(pieces):
+        first, *rest = [piece] if number % 2 else piece.split("/")
+        out[-1] += first
+        out += rest
     return out
 
 

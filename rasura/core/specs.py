@@ -228,12 +228,14 @@ class ServiceProtectionSpec(MethodSpec):
 
     ``example``: the protection as users write it, at a setting that has an effect. ``known_by``: the attacks that know how
     it works, as in ``DefenseSpec``. ``known_by_with``: for an option, the attacks that replace them when that option is set.
+    ``files``: the options that name a file to read, where they differ from their default.
     """
 
     make: Callable[..., Any]
     example: str
     known_by: tuple[str, ...] | None = None
     known_by_with: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    files: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

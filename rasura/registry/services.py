@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from rasura.core.errors import InputError
+from rasura.core.files import file_digest
 from rasura.core.options import options
 from rasura.core.rng import generator, seeded
 from rasura.core.specs import ServiceProtectionSpec
@@ -45,6 +46,14 @@ class ServiceProtection:
         known = is_known(self.spec.name, known_by, SERVICE_PROTECTIONS.own(self.spec), SERVICE_ATTACKS)
         wanted = known_by or ()
         return Adversaries(wanted, () if known else (self.spec.name,), readers(wanted, SERVICE_ATTACKS, SERVICE_ATTACKS))
+
+    @property
+    def files(self) -> dict[str, str]:
+        """The content of the files that it reads, as it is now: a fingerprint of each, by the option that names it. Raises
+        ``InputError`` for a file that cannot be read."""
+        usual = {name: _parameters(self.spec)[name].default for name in self.spec.files}
+        named = {name: self.options.get(name, default) for name, default in usual.items()}
+        return {n: file_digest(str(p), f"file of {self.spec.name}") for n, p in named.items() if p != usual[n]}
 
     def of(self, victim: Victim, seed: int, texts: Sequence[Sequence[int]] = ()) -> Service:
         """The service of ``victim`` behind this protection; its key is drawn from ``seed`` alone: an experiment.
@@ -94,6 +103,18 @@ def parse_service_protection(text: str) -> ServiceProtection:
     if name == "obfuslm":
         ObfuscationSettings(**wanted)
     return ServiceProtection(text, spec, wanted)
+
+
+def files_of(protections: Mapping[str, ServiceProtection]) -> dict[str, str]:
+    """One fingerprint of the files of each of ``protections`` that reads any, by its text."""
+    found = {text: one.files for text, one in protections.items()}
+    return {text: ", ".join(files.values()) for text, files in found.items() if files}
+
+
+def check_same(text: str, one: ServiceProtection, files: Mapping[str, str]) -> None:
+    """Raises ``InputError`` where the files of ``text`` are no longer those that ``files_of`` found."""
+    if files_of({text: one}).get(text) != files.get(text):
+        raise InputError(f"a file of {text} has changed since the run began; start it again with another --out")
 
 
 def _parameters(spec: ServiceProtectionSpec) -> Mapping[str, inspect.Parameter]:

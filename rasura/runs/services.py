@@ -26,6 +26,7 @@ from rasura.core.unchanged import Lent, tensors_of
 from rasura.data.overlap import refuse_shared, shared
 from rasura.data.text import Example, columns_of, load_examples
 from rasura.registry import SERVICE_ATTACKS, SERVICE_METRICS, SERVICE_PROTECTIONS, service_attack
+from rasura.registry.services import check_same, files_of
 from rasura.runs.attempt import MACHINE, Outcome, attempt, meddled, peak_mb
 from rasura.runs.described import describe_run, own_code
 from rasura.runs.scoring import likeness, recovered_texts, service_scores, versions
@@ -101,6 +102,7 @@ class ServiceAudit:
         self.examples = [numbers.setdefault(ids, len(numbers)) for ids in self.ids]
         self.data = hashlib.sha256(json.dumps([self.ids, self.reference]).encode()).hexdigest()[:16]
         self.identity = {**plan.canonical(), "texts": self.data} | ({"training": training.about} if training else {})
+        self.files = files_of(plan.parsed)
         self.cells = list(self._cells())
 
     @property
@@ -124,6 +126,7 @@ class ServiceAudit:
         protections = (one.spec for one in self.plan.parsed.values())
         own = own_code([*(SERVICE_ATTACKS[name] for name in attacks), *protections, *SERVICE_METRICS.values()])
         fixed: dict[str, str | Mapping[str, str]] = {"data set": self.data, **own}
+        fixed |= {"file of a protection": self.files} if self.files else {}
         describe_run(store, model, len(self.cells), self.columns, SERVICE_PROTECTIONS, attacks, SERVICE_ATTACKS, fixed)
         for protection, cells in groupby(self.cells, key=lambda cell: cell.protection):
             uploaded = cache(partial(self._uploaded, protection))
@@ -141,9 +144,13 @@ class ServiceAudit:
                 yield record
 
     def _uploaded(self, protection: str) -> Service:
+        one = self.plan.parsed[protection]
         if self.training is None:
-            return self.plan.parsed[protection].of(self.victim, self.drawn)
-        return self.training.service(protection, self.victim, self.plan.seed)
+            made = one.of(self.victim, self.drawn)
+        else:
+            made = self.training.service(protection, self.victim, self.plan.seed)
+        check_same(protection, one, self.files)
+        return made
 
     def _trained(self, protection: str, uploaded: Callable[[], Service]) -> Service:
         assert self.training is not None, "which __init__ asked for"

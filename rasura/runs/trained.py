@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import glob
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rasura.core.errors import InputError
-from rasura.core.files import name_for
+from rasura.core.files import name_for, write_whole
+from rasura.core.records import canonical
 
 SERVED = "served.safetensors"
 """The weights of a trained service, in the folder of its training."""
@@ -16,6 +19,35 @@ SERVED = "served.safetensors"
 def folder_of(defense: str, seed: int) -> str:
     """The subfolder for the model trained under ``defense`` from ``seed``."""
     return f"{name_for(defense)}-{seed}"
+
+
+def claim(folder: Path, about: Mapping[str, Any], rows: Mapping[str, Any], files: Mapping[str, str]) -> None:
+    """Claim ``folder`` for the plan that ``about`` describes. ``rows``: which rows of the file are trained on, and on which
+    model training begins: what attacks on membership start from. ``files``: by protection, what it reads (``files_of``).
+
+    Raises ``InputError`` if the folder belongs to another plan, or holds a training under the same protection with other
+    files, or does not say with which; defenses and seeds may be added.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "plan.json"
+    if path.exists() and json.loads(path.read_text(encoding="utf-8")) != about:
+        raise InputError(f"{folder} holds a training with other settings, data or weights; choose another --out")
+    _claim_files(folder, files)
+    write_whole(path, canonical(about) + "\n")
+    write_whole(folder / "rows.json", canonical(rows) + "\n")
+
+
+def _claim_files(folder: Path, files: Mapping[str, str]) -> None:
+    path = folder / "files.json"
+    held = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    for text, now in files.items():
+        begun = any(folder.glob(f"{glob.escape(name_for(text))}-*"))
+        if held.get(text, None if begun else now) != now:
+            raise InputError(
+                f"{folder} holds a training under {text} with another content of its file; choose another --out"
+            )
+    if files:
+        write_whole(path, canonical({**held, **files}) + "\n")
 
 
 def finished(folder: Path, defense: str, seed: int, test: str) -> dict[str, Any] | None:

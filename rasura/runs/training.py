@@ -17,16 +17,16 @@ from torch import nn
 
 from rasura.accounting import Ledger, assumes_poisson, carries, sampling_for
 from rasura.core.batches import Batch
-from rasura.core.files import name_for, write_whole
+from rasura.core.files import name_for
 from rasura.core.interfaces import Defense, InputError
 from rasura.core.local import Adapter
 from rasura.core.provenance import sitting
-from rasura.core.records import canonical
 from rasura.core.rng import Randomness, generator, seeded
 from rasura.data.overlap import texts_hash
 from rasura.data.text import Example, columns_of, data_hash, encode, load_examples
 from rasura.metrics.learned import majority
 from rasura.metrics.utility import HIGHER_IS_BETTER, causal, classification, stored
+from rasura.registry.services import check_same, files_of
 from rasura.runs.canary_result import measured
 from rasura.runs.drawing import numbered
 from rasura.runs.gradient_canaries import GradientCanaries
@@ -34,7 +34,7 @@ from rasura.runs.membership_rows import began
 from rasura.runs.noise_target import check_target
 from rasura.runs.scoring import versions
 from rasura.runs.train_plan import TrainPlan, by_chance
-from rasura.runs.trained import SERVED, finished, folder_of
+from rasura.runs.trained import SERVED, claim, finished, folder_of
 from rasura.service_protections.service import Service
 from rasura.victims.adapters import with_fresh_adapter
 from rasura.victims.batching import apart, renamed, split
@@ -86,8 +86,10 @@ class Training:
             planned = self._ledger(parts, ()).planned
             if text not in asked.defenses and asked.target_epsilon is not None:
                 check_target(planned, asked.target_epsilon)
+        self.files = files_of(plan.protections)
         cut = {"truncate": plan.truncate, "max_length": plan.max_length}
-        self._claim(began(victim, plan.model, plan.recipe, cut))
+        start_of = began(victim, plan.model, plan.recipe, cut)
+        claim(self.folder, self.about, {**self.parted, **start_of}, self.files)
 
     def _ledger(self, parts: Defense, sizes: Sequence[int]) -> Ledger:
         """A ledger for a training under ``parts``, planned for the maximum number of epochs."""
@@ -134,17 +136,6 @@ class Training:
 
     def _encoded(self, victim: Victim, examples: Sequence[Example]) -> list[Batch]:
         return encoded(victim, examples, max_length=self.plan.max_length, truncate=self.plan.truncate)
-
-    def _claim(self, start: Mapping[str, Any]) -> None:
-        """Claim the folder for this plan; ``start`` says how its training begins. Raises ``InputError`` if it belongs to
-        another plan; defenses and seeds may be added."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        path = self.folder / "plan.json"
-        if path.exists() and json.loads(path.read_text(encoding="utf-8")) != self.about:
-            raise InputError(f"{self.folder} holds a training with other settings, data or weights; choose another --out")
-        write_whole(path, canonical(self.about) + "\n")
-        # Which rows of the file were trained on, and on which model training began: what attacks on membership start from.
-        write_whole(self.folder / "rows.json", canonical({**self.parted, **start}) + "\n")
 
     def protected_rows(
         self, defense: str, victim: Victim, progress: Callable[[int, int], None] | None = None
@@ -258,6 +249,7 @@ class Training:
     def service(self, protection: str, victim: Victim, seed: int) -> Service:
         """The service of ``victim`` under ``protection`` before training. It shares no weights with the public model."""
         made = self.plan.protections[protection].of(victim, seed, [row.ids(0) for row in self.rows])
+        check_same(protection, self.plan.protections[protection], self.files)
         return replace(made, served=copy.deepcopy(made.served)) if made.served is made.public else made
 
     def trained_service(self, made: Service, protection: str, seed: int) -> Service:

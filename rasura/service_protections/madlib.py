@@ -70,4 +70,5 @@ SPEC = ServiceProtectionSpec(
     source="Feyisetan et al. 2020, Algorithm 1",
     make=madlib,
     example="madlib:epsilon=2",
+    files=("vectors",),
 )

@@ -154,6 +154,7 @@ SANTEXT = ServiceProtectionSpec(
     make=santext,
     example="santext+:epsilon=0.5",
     known_by=("preimage", "invbert"),
+    files=("vectors",),
 )
 
 CUSTEXT = ServiceProtectionSpec(
@@ -163,6 +164,7 @@ CUSTEXT = ServiceProtectionSpec(
     make=custext,
     example="custext+:epsilon=0.5",
     known_by=("preimage", "invbert"),
+    files=("vectors",),
 )
 
 DP_FORWARD = ServiceProtectionSpec(
