@@ -198,6 +198,39 @@ def test_a_step_takes_what_was_released_since_the_last_one_and_nothing_else() ->
     assert guard.released == 2
 
 
+@pytest.mark.parametrize("when", ["before the guard", "before the release"])
+def test_a_release_is_not_added_to_a_gradient_from_elsewhere(when: str) -> None:
+    """What was in ``.grad`` before counted as released: the first step was the plain one."""
+    model = Small()
+    weight = model.inner.weight
+    if when == "before the guard":
+        model(ROWS).backward()
+    put(model, plain)
+    if when == "before the release":
+        weight.grad = torch.ones_like(weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(InputError, match=r"^the gradient of inner\.\w+ does not come from a protected backward pass: it"):
+        released(model)
+    with pytest.raises(InputError, match="does not come from a protected backward pass"):
+        optimizer.step()
+    optimizer.zero_grad()
+    made = released(model)
+    assert weight.grad is not None and torch.equal(weight.grad, made["inner.weight"])
+    optimizer.step()
+
+
+def test_releases_add_up_and_zeros_that_are_kept_are_the_guards_own() -> None:
+    model, _, optimizer = guarded_model()
+    for keep in (0, 1):
+        released(model)
+        assert model.inner.weight.grad is not None and torch.all(model.inner.weight.grad == (1 + keep) * SCALE)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+    made = released(model)
+    assert model.inner.weight.grad is not None and torch.equal(model.inner.weight.grad, made["inner.weight"])
+    optimizer.step()
+
+
 def test_gradients_that_are_no_longer_in_use_are_forgotten() -> None:
     model, guard, optimizer = guarded_model()
     released(model)
@@ -207,6 +240,7 @@ def test_gradients_that_are_no_longer_in_use_are_forgotten() -> None:
     model.inner.weight.grad = kept
     with pytest.raises(InputError, match=r"gradient of inner\.weight does not come from a protected"):
         optimizer.step()
+    optimizer.zero_grad()
     released(model)
     guard.forget()
     optimizer.step()  # what is still there is still known

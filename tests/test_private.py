@@ -241,6 +241,21 @@ def test_a_step_takes_no_gradient_that_was_put_in_by_hand() -> None:
         private.optimizer.step()
 
 
+def test_a_gradient_from_before_is_no_way_around() -> None:
+    """A look at whether the loop runs left a gradient that the first private step took."""
+    model = tiny("bert", "classification", num_labels=2)
+    model(**collate(DATA[:4])).loss.backward()
+    with pytest.raises(InputError, match=r"has a gradient from before the protection.*model\.zero_grad\(\) before protect"):
+        loop("dp-sgd:1.0", model=model, size=24)
+    model.zero_grad()
+    private = loop("dp-sgd:1.0", model=model, size=24)
+    first = next(model.parameters())
+    first.grad = torch.ones_like(first)
+    with pytest.raises(InputError, match=r"does not come from a protected backward pass: it was in \.grad before"):
+        model(**next(iter(private.loader))).loss.backward()
+    assert torch.equal(first.grad, torch.ones_like(first))
+
+
 def test_an_address_that_is_used_again_does_not_pass_for_a_release() -> None:
     private, batch = protected()
     assert private.optimizer is not None

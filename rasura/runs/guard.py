@@ -2,9 +2,10 @@
 a protected step.
 
 Hooks on every parameter compare the gradients from autograd with those of the release, so no other backward pass gets
-through: neither a submodule's own call nor a term added to the protected loss. A hook before each optimizer step refuses
-gradients that were set by hand. In-place changes of a released gradient (clipping, scaling) are allowed, since they cannot
-be distinguished from others: never add anything computed from the texts.
+through: neither a submodule's own call nor a term added to the protected loss. Nothing is added to a gradient that the guard
+did not leave in ``.grad`` itself. A hook before each optimizer step refuses gradients that were set by hand. A released
+gradient may be changed in place (clipping, scaling), since such changes cannot be distinguished from others: never add
+anything computed from the texts.
 """
 
 from __future__ import annotations
@@ -29,6 +30,10 @@ KEY = "_rasura_guard"
 BYPASS = (
     "a backward pass reached {name}, but not through the protected loss: the gradient would not be private. "
     "Call model(**batch) with labels and its loss.backward(), once for each batch; nothing else may train this model"
+)
+FOREIGN = (
+    "the gradient of {name} does not come from a protected backward pass: it was in .grad before, and the release would be "
+    "added to it. Call model.zero_grad() before model(**batch).loss.backward(), and do not set .grad"
 )
 
 
@@ -90,8 +95,8 @@ class Guard:
         self.released += 1
 
     def arrived(self, name: str, gradient: Tensor | None) -> None:
-        """Raises ``InputError`` for a ``gradient`` that does not come from a release. None stands for no gradient, which
-        autograd may pass."""
+        """Raises ``InputError`` for a ``gradient`` that does not come from a release, or that would be added to one that
+        does not. None stands for no gradient, which autograd may pass."""
         if self.inside or gradient is None:
             return
         expected = self._pending.pop(name, None)
@@ -100,6 +105,9 @@ class Guard:
             if self.copied:
                 raise InputError("this model is a copy of a protected one: protect the copy itself before training it")
             raise InputError(BYPASS.format(name=name))
+        held = self._watched[name].grad
+        if held is not None and held is not self._left.get(name):
+            raise InputError(FOREIGN.format(name=name))
 
     def left(self, name: str, gradient: Tensor | None) -> None:
         """Record what is now in ``.grad``: it came from a release."""

@@ -97,6 +97,9 @@ def check_trainable(model: nn.Module, optimizer: torch.optim.Optimizer | None) -
         raise InputError("protect the model before torch.compile; a compiled model cannot return gradients of single texts")
     if "forward" in vars(model):
         raise InputError("the model's forward was replaced (by accelerate?); protect the model before it is wrapped")
+    if held := next((n for n, p in model.named_parameters() if p.grad is not None), None):
+        raise InputError(f"{held} has a gradient from before the protection, which the first step would take as well; call "
+            "model.zero_grad() before protect_training")  # fmt: skip
     own = {id(p) for p in model.parameters()}
     if optimizer is not None and any(id(p) not in own for group in optimizer.param_groups for p in group["params"]):
         raise InputError(
