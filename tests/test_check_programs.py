@@ -96,6 +96,9 @@ def test_the_programs_of_the_pages_are_understood(tmp_path: Path) -> None:
     assert len(DOCUMENTED) >= 5
     for text in DOCUMENTED:
         found = read(tmp_path, text)
+        if "ledger.load" in text:  # what was spent before is not in the program
+            assert found.exit_code == 4 and any("load_state_dict" in one for one in found.unknown)
+            continue
         assert found.unknown == () and len(found.findings) == 1, (text, found.unknown)
 
 

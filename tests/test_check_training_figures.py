@@ -83,6 +83,23 @@ def test_noise_on_a_mean_is_as_large_as_what_the_mean_divides_by() -> None:
         assert found.bounds == () and found.outcome == "not known" and words in found.unknown[0]
 
 
+NOISES: tuple[dict[str, object], ...] = (
+    {"noise_std": None, "noise_multiplier": 1.0},
+    {"noise_on": "sum"},
+    {"clip_of": "batch"},
+    {"clip_of": "layer", "layers": 4, "noise_std": None, "noise_multiplier": 1.0},
+)
+
+
+@pytest.mark.parametrize("noise", NOISES)
+def test_a_mean_over_the_drawn_has_no_figure_however_its_noise_is_given(noise: dict[str, object]) -> None:
+    """With ``noise_multiplier`` it held: what one example adds to the number of the drawn was not seen."""
+    found = own_mean("poisson", 1000, mean_over="batch", **noise)
+    assert found.bounds == () and found.outcome == "not known" and "nothing is proven" in found.unknown[0]
+    assert "mean_over is 'texts'" in own_mean("poisson", 1000, mean_over="texts", **noise).unknown[0]
+    assert own_mean("poisson", 1000, mean_over="batch_size", **noise).bounds
+
+
 def test_the_mean_of_a_last_batch_that_is_smaller_has_less_noise() -> None:
     alike = own_mean("shuffled", 1000).bounds[0].epsilon
     assert alike == gaussian_epsilon(3**0.5 / 2.0, 1e-5)
@@ -113,6 +130,56 @@ def test_more_steps_than_passes_are_counted() -> None:
         facts = Facts(examples=1000, batch_size=100, epochs=3, steps=steps, delta=1e-5)
         found = check(Contents((Call("make_private", {"noise_multiplier": 1.0, "max_grad_norm": 1.0}),), facts))
         assert figure(found) == sampled_epsilon(1.0, 0.1, made, 1e-5)
+
+
+PLAIN = (
+    'lr_scheduler_type="cosine", warmup_ratio=0.1, optim="adamw_torch", save_strategy="steps", save_steps=9, '
+    'save_total_limit=2, eval_strategy="steps", eval_steps=10, logging_strategy="no"'
+)
+
+
+@pytest.mark.parametrize("arguments", [PLAIN, 'metric_for_best_model="loss", eval_strategy="epoch"'])
+def test_arguments_that_look_at_nothing_leave_the_figure(tmp_path: Path, arguments: str) -> None:
+    found = read(tmp_path, TRAINER.format(f'args = TrainingArguments("out", {arguments})'), examples=1000)
+    assert figure(found) == planned(Run(1000, 8, 3, 1e-5))
+
+
+STEERED = (
+    'lr_scheduler_type="reduce_lr_on_plateau"', 'lr_scheduler_type="greedy"', "lr_scheduler_type=given.schedule",
+    'lr_scheduler_type="mine"', 'save_strategy="best"', "save_strategy=given.when", 'eval_strategy="mine"',
+    'optim="grokadamw"', 'optim="mine"', 'optim_args="a=1"', 'optim_target_modules="all-linear"', "save_mine=True",
+    'lr_mine="loss"', 'eval_mine="x"', 'metric_for_best_model="loss", save_total_limit=1',
+    'metric_for_best_model=given.best, save_total_limit=given.most',
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("arguments", STEERED)
+def test_arguments_that_a_loss_may_steer_have_no_figure(tmp_path: Path, arguments: str) -> None:
+    """A rate that falls with the loss, and a checkpoint that is kept by it, held: every name that begins with lr_ did."""
+    found = read(tmp_path, TRAINER.format(f'args = TrainingArguments("out", {arguments})'), examples=1000)
+    assert found.outcome == "not known" and found.exit_code == 4 and not any(one.bounds for one in found.findings)
+    assert any(arguments.split("=")[0] in one for one in found.unknown), found.unknown
+
+
+BESIDE = (
+    "from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR\nfrom transformers import get_scheduler\n"
+    'args = TrainingArguments("out")'
+)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "known"),
+    [("None", True), ("StepLR(optimizer, 9)", True), ("ReduceLROnPlateau(optimizer)", False), ("mine", False),
+     ('get_scheduler("greedy", optimizer)', False)],
+)  # fmt: skip
+@pytest.mark.parametrize("named", [False, True])
+def test_a_schedule_beside_the_optimizer_must_not_look_at_a_loss(
+    tmp_path: Path, schedule: str, known: bool, named: bool
+) -> None:
+    before = BESIDE + "\noptimizer = given.optimizer" + (f"\nrates = {schedule}" if named else "")
+    text = TRAINER.format(before).replace("data,", f"data, optimizers=(optimizer, {'rates' if named else schedule}),")
+    found = read(tmp_path, text, examples=1000)
+    assert (found.outcome != "not known") == known, found.unknown
 
 
 HIDDEN = {

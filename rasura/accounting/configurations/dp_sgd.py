@@ -44,6 +44,7 @@ def own_loop(draft: Draft) -> None:
     clip, of = draft.clip("clip"), draft.value("clip_of", "example")
     rate, in_epoch = loader(draft)
     size = draft.fact("batch_size")
+    _check_divisor(draft)
     if draft.value("noise_std") is not None:
         on = draft.value("noise_on")
         if on not in ("sum", "mean"):
@@ -51,6 +52,8 @@ def own_loop(draft: Draft) -> None:
         deviation = draft.noise("noise_std") * (_least_divisor(draft, size) if on == "mean" and of != "batch" else 1)
     elif draft.value("noise_multiplier") is not None:
         deviation = draft.noise("noise_multiplier") * clip
+        if draft.value("mean_over") is None and draft.facts.sampling == "poisson":
+            draft.assumptions.append("no sum is divided by the number of examples that were drawn")
     else:
         draft.hazard("no-noise", "neither noise_multiplier nor noise_std is given")
         raise Unknown("without noise there is no guarantee")
@@ -81,12 +84,23 @@ def own_loop(draft: Draft) -> None:
     accounted(draft, multiplier, steps, delta, readings, assumed=False)
 
 
-def _least_divisor(draft: Draft, size: int) -> int:
-    """The least number that a mean divides by: ``mean_over`` batch_size, or the examples of the batch, of which a last batch
-    may have fewer. Raises ``Unknown`` where batches differ in size and that is not given, or their sizes are drawn."""
-    over, poisson = draft.value("mean_over"), draft.facts.sampling == "poisson"
+def _check_divisor(draft: Draft) -> None:
+    """Raises ``Unknown`` for a mean over something unknown, and over a number of examples that is drawn, however its noise
+    is given."""
+    over = draft.value("mean_over")
     if over not in (None, "batch_size", "batch"):
         raise Unknown(f"mean_over is {over!r}; batch_size and batch (the examples that are in it) are known")
+    if over == "batch" and draft.facts.sampling == "poisson":
+        raise Unknown(
+            "the mean divides by the number of examples that were drawn, which one example changes as well: nothing is "
+            "proven for it; divide by batch_size"
+        )
+
+
+def _least_divisor(draft: Draft, size: int) -> int:
+    """The least number that a mean divides by: ``mean_over`` batch_size, or the examples of the batch, of which a last batch
+    may have fewer. Raises ``Unknown`` where batches differ in size and that is not given."""
+    over, poisson = draft.value("mean_over"), draft.facts.sampling == "poisson"
     last = draft.fact("examples") % size
     if over == "batch_size" or (not poisson and (draft.facts.drop_last or not last)):
         return size
@@ -94,11 +108,6 @@ def _least_divisor(draft: Draft, size: int) -> int:
         raise Unknown(
             "mean_over is not given: batches differ in size, and it is not known whether their means divide by batch_size "
             "or by the number of examples in the batch"
-        )
-    if poisson:
-        raise Unknown(
-            "the mean divides by the number of examples that were drawn, which one example changes as well: nothing is "
-            "proven for it; divide by batch_size"
         )
     draft.notes.append(f"the last batch has {last} of {size} examples, and its mean less noise; this is counted")
     return last

@@ -39,7 +39,7 @@ METHODS: Mapping[str, Mapping[str, str]] = {
     SCHEDULE: dict.fromkeys(("step", "get_last_lr", "state_dict"), PUBLIC),
     ENGINE: {"get_epsilon": PUBLIC},
     ACCOUNTANT: {"get_epsilon": PUBLIC},
-    LEDGER: dict.fromkeys(("spent", "epsilon", "save", "state_dict", "load_state_dict", "load"), PUBLIC),
+    LEDGER: dict.fromkeys(("spent", "epsilon", "save", "state_dict"), PUBLIC),
     LOADER: dict.fromkeys(("set_postfix", "set_postfix_str", "set_description", "update", "close", "write"), PUBLIC),
     NUMBERED: {},
     WEIGHTS: {

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from rasura.accounting.configurations.facts import Call, Unread, Value, positive
 from rasura.accounting.configurations.scopes import Scopes, Variable, last_name, root
+from rasura.accounting.configurations.steered import COUNTED, argument_doubts, schedule_doubts, shown
 
 LOADERS: Mapping[str, tuple[str, int]] = {
     "make_private": ("data_loader", 99),
@@ -41,15 +42,6 @@ _ONE_BY_ONE = ("enumerate", "zip", "list", "tuple", "sorted", "tqdm", "items", "
 """Calls with as many items as what they are given, or fewer."""
 
 _GROWING = ("extend", "append", "insert", "add")
-_COUNTED = ("per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "max_steps")
-_ARGUMENTS_BESIDE = (
-    "output_dir", "overwrite_output_dir", "weight_decay", "max_grad_norm", "seed", "data_seed", "bf16", "fp16", "tf32",
-    "use_cpu", "no_cuda", "report_to", "run_name", "disable_tqdm", "remove_unused_columns", "label_names", "do_train",
-    "metric_for_best_model", "greater_is_better", "do_eval", "do_predict", "torch_compile",
-    "per_device_eval_batch_size", "gradient_checkpointing", "gradient_checkpointing_kwargs", "learning_rate",
-)  # fmt: skip
-_BEGINNINGS = ("adam_", "lr_", "warmup_", "logging_", "save_", "eval_", "hub_", "push_to_", "optim", "dataloader_")
-"""Arguments of ``TrainingArguments``, and how others begin, that change neither how batches are drawn nor their number."""
 
 
 @dataclass
@@ -77,6 +69,7 @@ def training(scopes: Scopes, mechanisms: Sequence[ast.Call], read: Callable[[ast
         elif name == "PrivateTrainer":
             _data(found, scopes, argument(node, "train_dataset", 3), argument(node, "data_collator", 2), read(node).place)
             _arguments(found, made(scopes, node, "args", 1, ("TrainingArguments", "transformers")), read)
+            found.doubts += schedule_doubts(scopes, argument(node, "optimizers", 99), read(node).place)
     calls = [one for one in ast.walk(scopes.tree) if isinstance(one, ast.Call)]
     _rounds(found, scopes, [one for one in calls if _gives_rounds(one)], read, path)
     deltas = {read(one).arguments.get("delta") for one in calls if last_name(one.func) == "get_epsilon"}
@@ -218,7 +211,7 @@ def _loader(found: Training, scopes: Scopes, node: ast.Call | None, read: Callab
     strange = [name for name in given if name not in (*LOADER, *_LOADER_BESIDE) or name in ("sampler", "batch_sampler")]
     drops = given.get("drop_last", False)
     if strange or not isinstance(drops, bool):
-        of = ", ".join(strange) or f"drop_last {_shown(drops)}"
+        of = ", ".join(strange) or f"drop_last {shown(drops)}"
         found.doubts.append(f"the loader ({call.place}) has arguments that are not understood: {of}")
     found.take("batch_size", call.arguments.get("batch_size", 1))
     if drops is True:
@@ -234,14 +227,9 @@ def _arguments(found: Training, node: ast.Call | None, read: Callable[[ast.Call]
         return
     call = read(node)
     given = call.arguments
-    if (best := given.get("load_best_model_at_end")) not in (None, False):
-        says = "the choice of the best looks at texts, and no epsilon counts that"
-        found.doubts.append(f"load_best_model_at_end is {_shown(best)} ({call.place}): {says}")
-    known = (*_COUNTED, *_ARGUMENTS_BESIDE, "load_best_model_at_end")
-    if strange := [one for one in given if one not in known and not one.startswith(_BEGINNINGS)]:
-        found.doubts.append(f"TrainingArguments ({call.place}) has arguments that are not known here: {', '.join(strange)}")
+    found.doubts += argument_doubts(given, call.place)
     if "**" in given:
-        given = {**dict.fromkeys(_COUNTED, Unread("**")), **{k: v for k, v in given.items() if k in _COUNTED}}
+        given = {**dict.fromkeys(COUNTED, Unread("**")), **{k: v for k, v in given.items() if k in COUNTED}}
     size, parts = given.get("per_device_train_batch_size", 8), given.get("gradient_accumulation_steps", 1)
     whole = isinstance(size, int) and isinstance(parts, int) and size >= 1 and parts >= 1
     found.take("batch_size", int(size) * int(parts) if whole and isinstance(size, int) and isinstance(parts, int) else None)
@@ -267,7 +255,3 @@ def _rounds(found: Training, scopes: Scopes, calls: Sequence[ast.Call], read: Ca
             found.assumed.append(f"the rounds are those given here ({path}:{node.lineno}: {why})")
         else:
             found.take("rounds", read(node).arguments.get("num_rounds") if len(calls) == 1 else None)
-
-
-def _shown(value: Value) -> str:
-    return value.text if isinstance(value, Unread) else str(value)
