@@ -8,6 +8,7 @@ import io
 import json
 import math
 import pickle
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -332,6 +333,55 @@ def test_an_empty_batch_is_not_left_out() -> None:
                 loss = private.model(**batch).loss
                 if len(batch["labels"]):
                     loss.backward()
+
+
+@pytest.fixture
+def two_processes() -> Iterator[Callable[[], None]]:
+    """Starts a group of two processes of which the other does nothing."""
+    distributed: Any = torch.distributed
+    store: Any = pytest.importorskip("torch.testing._internal.distributed.fake_pg").FakeStore()
+    yield lambda: distributed.init_process_group("fake", rank=0, world_size=2, store=store)
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
+def test_processes_that_train_one_model_are_refused(two_processes: Callable[[], None]) -> None:
+    """Each ledger counted its own half: 7.0 was stated where 11.3 was right."""
+    private, batch = protected()
+    two_processes()
+    with pytest.raises(InputError, match=r"^torch\.distributed runs 2 processes\. .* train in one process$"):
+        private.model(**batch)
+    with pytest.raises(InputError, match=r"^torch\.distributed runs 2 processes"):
+        loop("dp-sgd:1.0")
+    assert private.ledger.releases == 0
+
+
+def test_a_process_by_itself_is_not(tmp_path: Path) -> None:
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, init_method=f"file://{tmp_path}/group")
+    try:
+        private, batch = protected()
+        private.model(**batch).loss.backward()
+    finally:
+        torch.distributed.destroy_process_group()
+    assert private.ledger.releases == 1
+
+
+def test_a_model_for_several_devices_is_refused() -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.DataParallel(tiny("bert", "classification", num_labels=2))
+
+        def forward(self, **inputs: Tensor) -> Any:
+            return self.inner(**inputs)
+
+    for model in (Outer(), Outer().inner):
+        with pytest.raises(InputError, match="wrapped for several devices"):
+            loop("dp-sgd:1.0", model=model)
+    private, batch = protected()
+    replica: Any = private.model._replicate_for_data_parallel()  # type: ignore[operator]
+    with pytest.raises(InputError, match="a replica of the protected model, as DataParallel makes them"):
+        replica(**batch)
 
 
 # --- copies, files, compilation

@@ -160,6 +160,8 @@ def put(model: nn.Module, answer: Callable[..., Any], *, copied: bool = False) -
     @functools.wraps(plain.forward)
     def forward(self: nn.Module, *positional: Any, **inputs: Any) -> Any:
         guard = guarded(self)
+        if guard is not None and guard.model() is not self:
+            raise InputError("this is a replica of the protected model, as DataParallel makes them; use one device")
         own = functools.partial(plain.forward, self)
         return own(*positional, **inputs) if guard is None else guard.answer(own, *positional, **inputs)
 

@@ -88,11 +88,24 @@ def planned_run(
     return Run(count, size, epochs, delta, drawn, max_steps, "text" if owners is None else "person")
 
 
+def check_alone(model: nn.Module) -> None:
+    """Raises ``InputError`` where several processes or devices may train ``model`` together: each of their ledgers would
+    count its own releases alone."""
+    processes = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if processes and (count := torch.distributed.get_world_size()) > 1:
+        raise InputError(f"torch.distributed runs {count} processes. What each releases would go into one model, and each "
+            "ledger would count its own releases alone; train in one process")  # fmt: skip
+    if any(isinstance(one, nn.DataParallel | nn.parallel.DistributedDataParallel) for one in model.modules()):
+        raise InputError("the model is wrapped for several devices (DataParallel, DistributedDataParallel), which a ledger "
+            "does not see; protect the plain model and train it in one process, on one device")  # fmt: skip
+
+
 def check_trainable(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
     """Raises ``InputError`` for a model that cannot be protected, and for an optimizer with other parameters."""
     earlier = guarded(model)
     if earlier is not None and not earlier.copied:
         raise InputError("the model is already protected; load it again to protect it differently")
+    check_alone(model)
     if hasattr(model, "_orig_mod"):
         raise InputError("protect the model before torch.compile; a compiled model cannot return gradients of single texts")
     if "forward" in vars(model):

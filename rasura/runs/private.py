@@ -18,7 +18,15 @@ from rasura.core.rng import Randomness, SecretGenerator, generator, secret_gener
 from rasura.runs.drawing import ONCE, OWNER, ROW, DrawnLoader, OrderedLoader
 from rasura.runs.gradient_canaries import GradientCanaries
 from rasura.runs.guard import Guard, guarded, put, taken_off
-from rasura.runs.loop_checks import batching, check_trainable, drawing_loader, loop_defense, owners_of, planned_run
+from rasura.runs.loop_checks import (
+    batching,
+    check_alone,
+    check_trainable,
+    drawing_loader,
+    loop_defense,
+    owners_of,
+    planned_run,
+)
 from rasura.runs.noise_target import check_target, solved
 from rasura.victims.padding import check_padding, takes_mask
 from rasura.victims.step import Kept, defended, message_for
@@ -140,6 +148,7 @@ class _Protected:
         self, model: nn.Module, inputs: Mapping[str, Tensor], rows: int, numbers: Tensor | None,
         owners: Tensor | None = None, counts: Sequence[int] | None = None,
     ) -> Any:  # fmt: skip
+        check_alone(model)
         draw = self._draw(inputs, numbers, owners)
         self.ledger.room(draw)
         self.guard.watch()
