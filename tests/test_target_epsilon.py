@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,58 @@ def test_a_loop_spends_its_target_and_no_more() -> None:
         loop((dp_sgd(1.0),), target_epsilon=3.0)
     with pytest.raises(InputError, match="a loader that shuffles"):
         loop("dp-sgd", target_epsilon=3.0, poisson=False)
+
+
+def kept(private: ProtectedTraining) -> Any:
+    """The state of its ledger, as it is read from a file."""
+    return json.loads(json.dumps(private.ledger.state_dict()))
+
+
+def test_a_resumed_training_keeps_its_target() -> None:
+    """The target was that of the new plan alone: 3.9 was spent under a target of 3."""
+    first = loop("dp-sgd", target_epsilon=3.0, epochs=2)
+    one_pass(first)
+    half = kept(first)
+    one_pass(first)
+    longer = loop("dp-sgd", target_epsilon=3.0, epochs=6)
+    with pytest.raises(
+        InputError, match=r"^epsilon 3 was not reached: the loaded releases count as well\. Plan fewer epochs"
+    ):
+        longer.ledger.load_state_dict(kept(first))
+    assert longer.ledger.releases == 0
+    again = loop("dp-sgd", target_epsilon=3.0, epochs=2)
+    again.ledger.load_state_dict(half)
+    assert again.ledger.planned.epsilon == pytest.approx(first.ledger.epsilon) and again.ledger.planned.steps == 12
+    one_pass(again)
+    assert again.ledger.releases == 12 and 2.9 < again.ledger.epsilon <= 3.0
+    with pytest.raises(InputError, match="all 12 planned releases"):
+        one_pass(again)
+
+
+@pytest.mark.parametrize("defense", ["dp-sgd:1.0", "directional:1e3"])
+def test_the_plan_of_a_resumed_training_has_what_was_spent_before(defense: str) -> None:
+    first = loop("dp-sgd:0.5" if defense.startswith("dp") else defense, epochs=1)
+    one_pass(first)
+    second = loop(defense, epochs=3)
+    fresh = second.ledger.planned
+    second.ledger.load_state_dict(kept(first))
+    planned = second.ledger.planned
+    assert planned.steps == fresh.steps and (planned.epsilon == fresh.epsilon) == defense.startswith("directional")
+    one_pass(second)
+    one_pass(second)
+    assert second.ledger.epsilon == pytest.approx(planned.epsilon) and second.ledger.spent().pure == planned.pure
+
+
+def test_a_release_that_would_pass_the_target_is_refused() -> None:
+    private = loop("dp-sgd", target_epsilon=3.0, epochs=2)
+    one_pass(private)
+    ((release, count),) = private.ledger.runs
+    assert count == 6
+    for changed in ({"multiplier": release.multiplier / 2}, {"rate": 1.0}, {"sampling": "unknown"}):
+        with pytest.raises(InputError, match=r"^epsilon 3 was not reached: with a release apart from the plan, "):
+            private.ledger.append(dataclasses.replace(release, **changed))
+    private.ledger.append(dataclasses.replace(release, multiplier=2 * release.multiplier))
+    assert private.ledger.releases == 7
 
 
 def test_steps_end_at_max_steps_and_need_less_noise() -> None:

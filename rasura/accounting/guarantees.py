@@ -137,6 +137,12 @@ def guarantee(defense: Sequence[Mechanism], run: Run, *, sizes: Sequence[int] = 
     part = standing.formal
     if part is None:
         return _unproven(standing.why)
+    runs = planned_releases(part, run, sizes=sizes, secure=secure)
+    return stated(runs, run, carrier=part.name, planned=True, sized=bool(sizes))
+
+
+def planned_releases(part: Mechanism, run: Run, *, sizes: Sequence[int] = (), secure: bool = True) -> list[Counted]:
+    """The releases that ``part`` makes in all of ``run``; ``sizes`` and ``secure`` as in ``guarantee``."""
     if part.name == BANDED:
         draws = _in_turn(run, int(part.parameters["band"] or 0))
     elif run.sampling == "poisson":
@@ -147,8 +153,7 @@ def guarantee(defense: Sequence[Mechanism], run: Run, *, sizes: Sequence[int] = 
     else:
         draws = [(Draw(rate=run.rate), run.steps)]
     # Without sizes nothing depends on them, but on whether there are several.
-    runs = [(Release.of(part, draw, sizes or [1, 1], secret=secure), count) for draw, count in draws]
-    return stated(runs, run, carrier=part.name, planned=True, sized=bool(sizes))
+    return [(Release.of(part, draw, sizes or [1, 1], secret=secure), count) for draw, count in draws]
 
 
 def stated(

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rasura.accounting.compositions import BANDED, composition
-from rasura.accounting.guarantees import Guarantee, Run, guarantee, stated
+from rasura.accounting.guarantees import Guarantee, Run, guarantee, planned_releases, stated
 from rasura.accounting.releases import UNPROVEN, Counted, Draw, Release
 from rasura.core.errors import InputError
 from rasura.core.values import Mechanism
@@ -24,17 +24,24 @@ class Ledger:
     """Counts the releases of ``defense`` against the plan ``run``.
 
     ``sizes``: entries of each trained tensor; ``secure``: the noise will come from the operating system. Both are only for
-    the planned guarantee; the counted one uses the actual draws. ``planned`` is the guarantee of the plan, ``spent()`` that
-    of the releases made.
+    the planned guarantee; the counted one uses the actual draws. ``planned`` is the guarantee of the plan, which includes
+    the releases of a state that was loaded; ``spent()`` is that of the releases made. ``target``: the epsilon that the whole
+    must not exceed. Raises ``InputError`` for a plan that exceeds it.
     """
 
-    def __init__(self, defense: Sequence[Mechanism], run: Run, *, sizes: Sequence[int] = (), secure: bool = True) -> None:
-        self.defense, self.run = tuple(defense), run
+    def __init__(
+        self, defense: Sequence[Mechanism], run: Run, *, sizes: Sequence[int] = (), secure: bool = True,
+        target: float | None = None,
+    ) -> None:  # fmt: skip
+        self.defense, self.run, self.target = tuple(defense), run, target
         standing = composition(self.defense)
         self.formal, self.why = standing.formal, standing.why
         self.planned: Guarantee = guarantee(self.defense, run, sizes=sizes, secure=secure)
+        self._plan = [] if self.formal is None else planned_releases(self.formal, run, sizes=sizes, secure=secure)
+        self._sized = bool(sizes)
         self.runs: list[Counted] = []
         self._passes = 0
+        self._check_target(self.planned)
 
     @property
     def releases(self) -> int:
@@ -83,6 +90,23 @@ class Ledger:
                 "the first weights; what was released before counts beside the new training"
             )
 
+    def _whole(self, runs: Sequence[Counted], passes: int) -> Guarantee:
+        """The guarantee of ``runs``, in ``passes`` passes, with what the plan still allows after them."""
+        rest: list[Counted] = []
+        if self._plan and (planned := self._plan[0][0]).sampling == "disjoint":
+            begun = len({release.number for release, _ in runs if release.number is not None})
+            numbers = range(passes + 1, passes + 1 + self.run.epochs - begun)
+            rest = [(replace(planned, number=number), 1) for number in numbers]
+        elif self._plan and planned.sampling != "fixed" and (left := self.run.steps - sum(count for _, count in runs)) > 0:
+            rest = [(planned, left)]
+        carrier = None if self.formal is None else self.formal.name
+        return stated([*runs, *rest], self.run, carrier=carrier, why=self.why, planned=True, sized=self._sized)
+
+    def _check_target(self, whole: Guarantee, of: str = "") -> None:
+        """Raises ``InputError`` unless ``whole``, which is ``of`` something, keeps to the target, if there is one."""
+        if self.target is not None and (whole.epsilon is None or not whole.epsilon <= self.target):
+            raise InputError(f"epsilon {self.target:g} was not reached: {of}{whole.statement}")
+
     def append(self, release: Release) -> None:
         """Count a release that is made now. Of an unknown draw, the larger rate counts, its own or the plan's. Raises
         ``InputError`` beyond the plan, and for a release of another mechanism."""
@@ -92,6 +116,8 @@ class Ledger:
         if self.formal is not None and release.sampling == "unknown":
             release = replace(release, rate=max(release.rate or 0.0, self.run.rate))
         self.room(Draw(release.sampling, release.rate, release.number, release.separation))
+        if self.target is not None and not any(_alike(release, planned) for planned, _ in self._plan):
+            self._check_target(self._whole([*self.runs, (release, 1)], self._passes), "with a release apart from the plan, ")
         if release.sampling == "fixed" and release.number is not None:
             self._passes = release.number  # a pass begins with its first release: a look at a batch is none
         self._add(release, 1)
@@ -128,8 +154,9 @@ class Ledger:
         }  # fmt: skip
 
     def load_state_dict(self, state: Any) -> None:
-        """Resume from ``state``, as returned by ``state_dict``. Raises ``InputError`` for anything else, for another data
-        set or other protections, and if this ledger has already counted releases or begun a pass."""
+        """Resume from ``state``, as returned by ``state_dict``. The plan is then its releases and the remaining ones. Raises
+        ``InputError`` for anything else, for another data set or other protections, if this ledger has already counted
+        releases or begun a pass, and if the plan exceeds the target."""
         self.check_resumable()
         if self.runs:
             raise InputError(
@@ -145,7 +172,10 @@ class Ledger:
         if state["defense"] != [m.name for m in self.defense]:
             found, used = " + ".join(map(str, state["defense"])), " + ".join(m.name for m in self.defense)
             raise InputError(f"the ledger is for {found}, but this training uses {used}")
-        self.runs, self._passes = runs, passes
+        whole = self._whole(runs, passes)
+        says = "the loaded releases count as well. Plan fewer epochs, or pass more noise in place of a target; now it is "
+        self._check_target(whole, says)
+        self.runs, self._passes, self.planned = runs, passes, whole
 
     def save(self, path: str | Path) -> None:
         """Write ``state_dict`` as JSON."""
@@ -154,6 +184,17 @@ class Ledger:
     def load(self, path: str | Path) -> None:
         """``load_state_dict`` of what ``save`` wrote. Raises ``InputError`` if the file is missing or not a ledger."""
         self.load_state_dict(parsed(path))
+
+
+def _alike(release: Release, planned: Release) -> bool:
+    """Whether a release spends what the planned one does."""
+    figures = ("noise", "multiplier", "sampling", "rate", "band", "separation")
+    return all(getattr(release, name) == getattr(planned, name) for name in figures)
+
+
+def releases_in(path: str | Path) -> int:
+    """The number of releases in a file of ``parsed``."""
+    return sum(count for _, count in read(parsed(path))[0])
 
 
 def parsed(path: str | Path) -> Any:

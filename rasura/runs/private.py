@@ -27,7 +27,7 @@ from rasura.runs.loop_checks import (
     owners_of,
     planned_run,
 )
-from rasura.runs.noise_target import check_target, solved
+from rasura.runs.noise_target import solved
 from rasura.victims.padding import check_padding, takes_mask
 from rasura.victims.step import Kept, defended, message_for
 
@@ -227,7 +227,8 @@ def protect_training(
     whole and unchanged. The ledger counts each, computes epsilon, and refuses a step beyond ``epochs`` or ``max_steps``.
 
     ``target_epsilon``: ``defense`` names no noise (``"dp-sgd"``, ``"frozen-blocks:6+dp-sgd:clip=0.5"``) and gets the least
-    noise with which the plan spends at most this epsilon at ``delta``. ``physical_batch_size``: texts in memory at once. It
+    noise with which the plan spends at most this epsilon at ``delta``; a state that is loaded into the ledger counts as
+    well, and is refused where the whole would spend more. ``physical_batch_size``: texts in memory at once. It
     changes the memory and the time of a step, and nothing that is released: the loader's batch size is the logical one.
     ``unit``: whose each row of the data set is. Persons are then drawn, clipped and hidden, each with the mean gradient of
     all their rows; guarantee and batch size are for persons. ``canaries``: gradients that measure a lower bound of epsilon
@@ -250,9 +251,8 @@ def protect_training(
     check_trainable(model, optimizer)
     mechanisms = [p.counted for p in parts]
     run = Run(1, 1, epochs) if formal(mechanisms) is None else planned(batching(mechanisms, poisson))
-    ledger = Ledger(mechanisms, run, sizes=[math.prod(s) for s in _shapes(model, parts).values()], secure=seed is None)
-    if target_epsilon is not None:
-        check_target(ledger.planned, target_epsilon)
+    sizes = [math.prod(s) for s in _shapes(model, parts).values()]
+    ledger = Ledger(mechanisms, run, sizes=sizes, secure=seed is None, target=target_epsilon)
     rng = secret_generator() if seed is None else generator(seed, "protect")
     drawing = drawing_loader(loader, owners, ledger, rng, poisson, takes_mask(model))
     if (earlier := guarded(model)) is not None and earlier.copied:
