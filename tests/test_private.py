@@ -8,6 +8,7 @@ import io
 import json
 import math
 import pickle
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -408,6 +409,22 @@ def test_a_copy_can_be_asked_and_not_trained() -> None:
     assert private.ledger.releases == 1
 
 
+def test_a_copy_of_what_was_trained_does_not_start_at_zero() -> None:
+    """Its ledger did not have the releases that are in its weights: 4.8 was stated where 7.0 was right."""
+    private = loop("dp-sgd:1.0")
+    early = copy.deepcopy(private.model)
+    trained(private, 1)
+    late = copy.deepcopy(private.model)
+    for other in (late, copy.deepcopy(late), early):  # weights may be written into the early one later, as averages are
+        with pytest.raises(InputError, match=r"^the model is a copy of one that made 12 releases, which a new ledger would"):
+            loop("dp-sgd:1.0", model=other)
+    resumed = loop("dp-sgd:1.0", epochs=2)
+    resumed.model.load_state_dict(late.state_dict())
+    resumed.ledger.load_state_dict(private.ledger.state_dict())
+    with pytest.raises(InputError, match="made 12 releases"):
+        loop("dp-sgd:1.0", model=copy.deepcopy(resumed.model))
+
+
 def test_weights_are_saved_and_the_whole_is_not_pickled(tmp_path: Path) -> None:
     private, _ = protected()
     file = io.BytesIO()
@@ -568,6 +585,16 @@ def test_a_resumed_trainer_counts_on(tmp_path: Path) -> None:
     second = trainer(tmp_path, epochs=2, save_strategy="no")
     assert second.train(resume_from_checkpoint=True).global_step == 24
     assert second.ledger.releases == 24
+    for elsewhere in (tmp_path, tmp_path / "other"):
+        third = trainer(elsewhere, epochs=2, save_strategy="no")
+        later = tmp_path / "checkpoint-18"
+        shutil.copytree(tmp_path / "checkpoint-12", later, dirs_exist_ok=True)
+        state = json.loads((later / "rasura_ledger.json").read_text())
+        state["runs"][0]["count"] = 18
+        (later / "rasura_ledger.json").write_text(json.dumps(state))
+        with pytest.raises(InputError, match=r"checkpoint-18 holds 18 releases, and .*checkpoint-12, to go on from, 12"):
+            third.train(resume_from_checkpoint=str(tmp_path / "checkpoint-12"))
+    shutil.rmtree(tmp_path / "checkpoint-18")
     (tmp_path / "checkpoint-12" / "rasura_ledger.json").unlink()
     with pytest.raises(InputError, match="is not a ledger"):
         trainer(tmp_path, epochs=2).train(resume_from_checkpoint=str(tmp_path / "checkpoint-12"))

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
 from rasura.accounting import Guarantee, Ledger
+from rasura.accounting.ledger import releases_in
 from rasura.core.interfaces import Defense, InputError
 from rasura.core.rounding import above
 from rasura.runs.drawing import DrawnLoader, OrderedLoader
@@ -127,7 +128,8 @@ class PrivateTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         trial: None = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> transformers.trainer_utils.TrainOutput:
-        """As ``Trainer.train``. A resumed training continues the checkpoint's ledger; ``InputError`` if it has none.
+        """As ``Trainer.train``. A resumed training continues the checkpoint's ledger; ``InputError`` if it has none, or if
+        another checkpoint beside it holds more releases.
 
         ``trial`` must be None: a search over hyperparameters trains more than the ledger counts.
         """
@@ -139,9 +141,22 @@ class PrivateTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
             self.get_train_dataloader()
             assert self.ledger is not None  # the loader made it
             self.ledger.load(Path(str(place)) / LEDGER)
+            self._check_newest(Path(str(place)))
             if self.canaries is not None:
                 self.canaries.load(Path(str(place)) / CANARIES)
         return super().train(resume_from_checkpoint, ignore_keys_for_eval=ignore_keys_for_eval)
+
+    def _check_newest(self, place: Path) -> None:
+        """Raises ``InputError`` where a checkpoint beside ``place``, or in the output folder, holds more releases."""
+        assert self.ledger is not None  # it was loaded
+        for folder in (place.parent, Path(str(self.args.output_dir))):
+            for file in sorted(folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*/{LEDGER}")):
+                if (found := releases_in(file)) > self.ledger.releases:
+                    raise InputError(
+                        f"{file.parent} holds {found} releases, and {place}, to go on from, {self.ledger.releases}: what "
+                        "was released after it would not be counted. Resume from the newest checkpoint. To go back instead, "
+                        "move the newer ones elsewhere, and state the epsilon of all releases together"
+                    )
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         super()._save_checkpoint(model, trial)

@@ -39,10 +39,11 @@ FOREIGN = (
 
 class Guard:
     """Watches ``model`` from now on. ``answer`` is called instead of its forward, with that forward as the first argument;
-    ``copied``: the model is a copy of a protected one and must be protected itself before training."""
+    ``copied``: the model is a copy of a protected one and must be protected itself before training. ``made``: the number of
+    releases in its weights, or in those of the model that it is a copy of."""
 
-    def __init__(self, model: nn.Module, answer: Callable[..., Any], *, copied: bool) -> None:
-        self.model, self.answer, self.copied = weakref.ref(model), answer, copied
+    def __init__(self, model: nn.Module, answer: Callable[..., Any], *, copied: bool, made: Callable[[], int]) -> None:
+        self.model, self.answer, self.copied, self.made = weakref.ref(model), answer, copied, made
         self.inside = False
         self.released = 0
         self._pending: dict[str, Tensor] = {}
@@ -152,7 +153,9 @@ def guarded(model: nn.Module) -> Guard | None:
     return found
 
 
-def put(model: nn.Module, answer: Callable[..., Any], *, copied: bool = False) -> Guard:
+def put(
+    model: nn.Module, answer: Callable[..., Any], *, copied: bool = False, made: Callable[[], int] = int
+) -> Guard:  # fmt: skip
     """Guard ``model``: the object stays the same; its class is replaced by one of the same name whose forward calls
     ``answer``."""
     plain = type(model)
@@ -170,7 +173,7 @@ def put(model: nn.Module, answer: Callable[..., Any], *, copied: bool = False) -
         "forward": _eager(forward), "__deepcopy__": _copied, "__reduce_ex__": _not_pickled, "__module__": plain.__module__,
         "__qualname__": plain.__qualname__, "__doc__": plain.__doc__, "_rasura_plain": plain,
     }  # fmt: skip
-    guard = Guard(model, answer, copied=copied)
+    guard = Guard(model, answer, copied=copied, made=made)
     vars(model)[KEY] = guard
     model.__class__ = type(plain.__name__, (plain,), body)
     return guard
@@ -214,7 +217,7 @@ def _copied(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
     finally:
         self.__class__ = swapped
         vars(self)[KEY] = guard
-    put(made, _refusing, copied=True)
+    put(made, _refusing, copied=True, made=guard.made)
     return made
 
 

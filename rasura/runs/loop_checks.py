@@ -105,6 +105,12 @@ def check_trainable(model: nn.Module, optimizer: torch.optim.Optimizer | None) -
     earlier = guarded(model)
     if earlier is not None and not earlier.copied:
         raise InputError("the model is already protected; load it again to protect it differently")
+    if earlier is not None and (count := earlier.made()):
+        raise InputError(
+            f"the model is a copy of one that made {count} releases, which a new ledger would not count. To go on, "
+            "load its state_dict() into a model of its own, and the ledger's state_dict() into the ledger that protects it. "
+            "Under another protection, both epsilons count together"
+        )
     check_alone(model)
     if hasattr(model, "_orig_mod"):
         raise InputError("protect the model before torch.compile; a compiled model cannot return gradients of single texts")

@@ -102,7 +102,7 @@ class _Protected:
         self.expected, self.most = min(ledger.run.batch_size, ledger.run.examples) if fixed else None, most
         self.last: _Step | None = None
         self.kept: Kept = {} if self.order is None else {"state": self.order.noise}
-        self.guard = put(model, self)
+        self.guard = put(model, self, made=lambda: ledger.releases)
 
     def __call__(self, own: Callable[..., Any], *positional: Any, **inputs: Any) -> Any:
         model = self.guard.model()
