@@ -55,7 +55,7 @@ def test_the_sum_is_that_of_gradients_clipped_by_hand(family: str, most: int | N
     batch = collate(DATA[:5]) if task == "classification" else {k: v for k, v in collate(DATA[:5]).items() if k != "labels"}
     if task == "causal":
         batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
-    assert fault(model, batch, 5) is None
+    assert fault(model, batch) is None
     message, _, _ = message_for(model, batch, 5, (QUIET,), generator(0), expected=1, most=most)
     total: dict[str, Any] = {}
     for k in range(5):

@@ -38,7 +38,7 @@ def flat(gradients: Gradients, names: list[str]) -> Tensor:
 def agree(model: nn.Module, batch: Batch) -> None:
     expected = loop(model, batch)
     names = [n for n, p in model.named_parameters() if n in expected[0]]
-    assert fault(model, batch.inputs(), len(batch)) is None
+    assert fault(model, batch.inputs()) is None
     together = Together(model, batch.inputs(), len(batch))
     # A causal model's own loss, and so the loop, is in float32 whatever the model is.
     fine = 1e-11 if batch.labels.dim() == 1 else 1e-7
@@ -99,7 +99,7 @@ def test_adapters(family: str) -> None:
 def test_weights_in_half_precision_go_together(family: str, task: str, dtype: torch.dtype) -> None:
     """Their rounding is no layer that mixes texts."""
     model = tiny(family, task).to(dtype)
-    assert fault(model, batch_for(task, 4).inputs(), 4) is None
+    assert fault(model, batch_for(task, 4).inputs()) is None
 
 
 @pytest.mark.parametrize("trained", ["classifier", "LayerNorm", "attention.self.query"])
@@ -122,7 +122,7 @@ def test_images() -> None:
 def test_active_dropout_keeps_rules_and_mode() -> None:
     model, inputs = tiny("bert", "classification"), batch_for("classification").inputs()
     with defended(model, (dropout(0.3),)):
-        assert fault(model, inputs, 2) is None and model.training
+        assert fault(model, inputs) is None and model.training
         one, other = (Together(model, inputs, 2).norms() for _ in range(2))
     assert not torch.equal(one, other)
 
@@ -169,7 +169,7 @@ def test_what_no_rule_covers_is_named_and_goes_one_by_one(use: Any, words: str) 
     import re
 
     model, batch = Head(use).eval().double(), batch_for("classification", 4)
-    reason = fault(model, batch.inputs(), 4)
+    reason = fault(model, batch.inputs())
     assert reason is not None and re.search(words, reason)
     examples = per_example(model, batch.inputs(), 4, mean=dict, told=lambda loss: None)
     # A parameter that the loss does not use has a gradient of zeros: which ones a text uses may tell of it.
@@ -186,7 +186,7 @@ def test_what_no_rule_covers_is_named_and_goes_one_by_one(use: Any, words: str) 
 def test_a_model_that_repeats_an_input_for_every_text_goes_one_by_one() -> None:
     """DeBERTa's relative positions."""
     model, batch = tiny("deberta-v2", "classification").double(), batch_for("classification", 4)
-    reason = fault(model, batch.inputs(), 4)
+    reason = fault(model, batch.inputs())
     assert reason is not None and "attention.self.pos_key_proj has one input for all texts" in reason
     examples = per_example(model, batch.inputs(), 4, mean=dict, told=lambda loss: None)
     for found, wanted in zip(examples.each(), loop(model, batch), strict=True):
@@ -211,7 +211,7 @@ def test_a_norm_over_positions_has_weights_for_each_of_them(norm: nn.Module) -> 
 
     model = Whole().eval().double()
     inputs = {"input_ids": torch.arange(24).view(4, 6), "labels": torch.tensor([0, 1, 2, 1])}
-    assert fault(model, inputs, 4) is None
+    assert fault(model, inputs) is None
     examples = per_example(model, inputs, 4, mean=dict, told=lambda loss: None)
     expected = []
     for k in range(4):
@@ -232,8 +232,8 @@ def test_a_norm_over_positions_has_weights_for_each_of_them(norm: nn.Module) -> 
 def test_batch_norm_in_training_is_refused_by_name() -> None:
     model = Head(lambda m, x: m.norm(m.first(x))).train()
     with pytest.raises(InputError, match=r"norm .*mixes the texts"):
-        fault(model, batch_for("classification", 4).inputs(), 4)
-    assert "norm (BatchNorm1d)" in str(fault(model.eval(), batch_for("classification", 4).inputs(), 4))
+        fault(model, batch_for("classification", 4).inputs())
+    assert "norm (BatchNorm1d)" in str(fault(model.eval(), batch_for("classification", 4).inputs()))
 
 
 def test_without_opacus_texts_go_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,7 +241,7 @@ def test_without_opacus_texts_go_one_by_one(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setitem(sys.modules, "opacus.grad_sample", None)
     model, batch = tiny("bert", "classification"), batch_for("classification")
-    assert "rasura[dp]" in str(fault(model, batch.inputs(), 2))
+    assert "rasura[dp]" in str(fault(model, batch.inputs()))
     assert len(list(per_example(model, batch.inputs(), 2, mean=dict, told=lambda loss: None).each())) == 2
 
 
@@ -256,6 +256,6 @@ def test_no_texts_give_zeros() -> None:
 
 def test_the_check_is_made_once_for_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs = tiny("bert", "classification"), batch_for("classification").inputs()
-    assert fault(model, inputs, 2) is None
+    assert fault(model, inputs) is None
     monkeypatch.setattr(module, "Together", None)
-    assert fault(model, inputs, 2) is None
+    assert fault(model, inputs) is None

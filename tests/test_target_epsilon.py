@@ -253,7 +253,7 @@ def test_adapters_train_on_a_base_in_half_precision(kind: torch.dtype) -> None:
             parameter.data = parameter.data.to(kind)
     rows: Any = [{**row, "labels": row["input_ids"]} for row in DATA]
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert fault(model, collate(rows[:3]), 3) is None, "texts go together"
+        assert fault(model, collate(rows[:3])) is None, "texts go together"
         loader = DataLoader(rows, 4, shuffle=True, collate_fn=collate)
         private = rasura.protect_training(model, None, loader, "dp-sgd:1.0")
         one_pass(private)

@@ -100,7 +100,7 @@ def diagnose_training(
         raise InputError(f"{size} different texts; expected at least two, and better thirty")
     with defended(model, parts):
         found = _looked(model, batch, size, carrier)
-        why = fault(model, batch, size)
+        why = fault(model, batch)
     times = min(run.batch_size, run.examples) / (found.sigma * found.clip * math.sqrt(found.trained))
     once = None if found.signal is None else times * found.signal
     after, least = (None if s is None else times * s * math.sqrt(run.steps) for s in (found.signal, found.least))

@@ -7,13 +7,12 @@ handled here: position ids of shape (1, length), padding rows of embeddings, par
 (ghost clipping: Li et al. 2022, Bu et al. 2023), tied weights included.
 
 Cases that no rule covers go through the one-by-one loop, where each text is alone and without padding; ``fault`` says why.
-The first batch of a model is checked against that loop, since a layer that mixes texts or reads padding, or weights used
-outside their layer, would otherwise give a wrong gradient silently.
+A model is checked against that loop before its first batch, since a layer that mixes texts or reads padding, or weights used
+outside their layer, would otherwise give a wrong gradient silently. Which way it goes is one decision for all its batches.
 """
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -22,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rasura.core.exact import exact, full_products, half, norm, squared, widened
+from rasura.core.exact import exact, norm, squared, widened
 from rasura.core.interfaces import InputError
 from rasura.core.layers import layers_of
 from rasura.core.rng import WithoutDropout
@@ -30,28 +29,24 @@ from rasura.core.updates import changed, mini_batch
 from rasura.core.values import Gradients, PerExample, Weigh
 from rasura.victims.layer_gradients import NoRule, checked_layers, own_gradients, own_squares, passed_through, summed
 from rasura.victims.padding import check_padding
+from rasura.victims.trial_texts import in_float32, left_padded, same, trial_batches
 from rasura.victims.weights import first_line
 
-TOLERANCE = 1e-3
-"""Relative error of a text's gradient against the loop above which the rules are not used for a model. A hundredth of the
-largest gradient counts as well: of one that is nearly zero, rounding leaves few digits."""
-
-COMPARED = 4
-"""Texts of a batch that are compared with the loop: of a padded one the shortest and the longest."""
-
-_verdicts: weakref.WeakKeyDictionary[nn.Module, dict[Any, str | None]] = weakref.WeakKeyDictionary()
+_verdicts: weakref.WeakKeyDictionary[nn.Module, dict[Any, dict[Any, str | None]]] = weakref.WeakKeyDictionary()
 
 
 class Together:
     """The texts of one batch after a pass: every gradient, or a weighted sum without them."""
 
-    def __init__(self, model: nn.Module, inputs: Mapping[str, Tensor], size: int) -> None:
+    def __init__(
+        self, model: nn.Module, inputs: Mapping[str, Tensor], size: int, run: Callable[..., Any] | None = None
+    ) -> None:
         self.size = size
         self.names: dict[Any, str] = {p: n for n, p in model.named_parameters() if p.requires_grad}
         self.layers = layers_of(self.names.values())
         rows = {name: place for place, names in enumerate(self.layers) for name in names}
         self.places = {p: rows[name] for p, name in self.names.items()}
-        self.passed, self.losses = passed_through(model, inputs, size)
+        self.passed, self.losses = passed_through(model, inputs, size, run)
         self.uses: dict[Any, int] = {}
         for one in self.passed:
             for p in one.layer.parameters(recurse=False):
@@ -115,61 +110,60 @@ class Together:
         return {n: found[p].to(widened(p).dtype).detach().cpu() for p, n in self.names.items() if p in found}
 
 
-def fault(model: nn.Module, inputs: Mapping[str, Tensor], size: int) -> str | None:
-    """Why the texts of such a batch must be processed one by one, with the layer and the remedy; None where they need not.
+def fault(model: nn.Module, inputs: Mapping[str, Tensor]) -> str | None:
+    """Why the texts of a model must be processed one by one, with the layer and the remedy; None where they need not.
 
-    Found once for each set of trained parameters and each mode of the modules, and again when padding first appears. Some
-    texts together are compared with each of them alone and without padding, in the mode of training, with dropout off.
+    Found once for each set of trained parameters and each mode of the modules, from the model and the names of ``inputs``
+    alone: were it found from a batch, one text would decide on the gradients of all others. Made-up texts together are
+    compared with each of them alone and without padding, in the mode of training, with dropout off and in float32. Padding
+    before a text is tried when it first appears; once a kind of batch needs the loop, all kinds go through it.
     Raises ``InputError`` where a text has no gradient of its own.
     """
-    names = sorted(n for n, p in model.named_parameters() if p.requires_grad)
-    rounded = torch.is_autocast_enabled(next(model.parameters()).device.type) or any(half(p) for p in model.parameters())
-    mask = inputs.get("attention_mask")
-    padded = mask is not None and mask.dim() == 2 and not bool(mask.all())
-    key = (tuple(names), size > 1, rounded, padded, tuple(m.training for m in model.modules()))
-    known = _verdicts.setdefault(model, {})
+    names = tuple(n for n, p in model.named_parameters() if p.requires_grad)
+    known = _verdicts.setdefault(model, {}).setdefault((names, tuple(m.training for m in model.modules())), {})
+    kinds = ((n, v.dim(), v.is_floating_point()) for n, v in inputs.items() if n != "attention_mask")
+    key = (left_padded(inputs), *sorted(kinds))
     if key not in known:
-        try:
-            checked_layers(model)
-            order = torch.arange(size) if mask is None or not padded else mask.sum(1).argsort().cpu()
-            rows = torch.cat([order[: COMPARED // 2], order[COMPARED // 2 :][-COMPARED // 2 :]])
-            with torch.random.fork_rng(devices=[]), WithoutDropout(), full_products():
-                compared, found = _compared(model, inputs, rows, names, 0.05 if rounded else TOLERANCE)
-        except NoRule as reason:
-            compared, found = True, str(reason)
-        if not compared:
-            return found
-        known[key] = found
-    return known[key]
+        device = next(model.parameters()).device.type
+        with torch.random.fork_rng(devices=[]), WithoutDropout(), exact(device):
+            try:
+                checked_layers(model)
+                known[key] = _tried(model, inputs)
+            except NoRule as reason:
+                known[key] = str(reason)
+    return next((why for why in known.values() if why is not None), None)
+
+
+def _tried(model: nn.Module, inputs: Mapping[str, Tensor]) -> str | None:
+    """Where the gradient of a made-up text differs from what it is alone."""
+    run, trained = in_float32(model)
+    try:
+        for made, size in trial_batches(model, run, inputs):
+            why = _compared(Together(model, made, size, run), made, run, trained)
+            if why is not None:
+                return why
+    except (InputError, NoRule):
+        raise
+    except Exception as error:
+        return f"the model takes no made-up texts, on which the layers are checked ({first_line(error)})"
+    return None
 
 
 def _compared(
-    model: nn.Module, inputs: Mapping[str, Tensor], rows: Tensor, names: Sequence[str], tolerance: float
-) -> tuple[bool, str | None]:
-    """Whether any text at ``rows`` could be compared, and where its gradient differs from what it is alone."""
-    together = Together(model, {k: v[rows.to(v.device)] for k, v in inputs.items()}, len(rows))
-    try:
-        alone = [changed(model, mini_batch(inputs, row[None]), names)[0] for row in rows]
-    except ValueError as error:
-        raise InputError(f"a text alone cannot go through the model ({first_line(error)}), so no text has a gradient of its "
-            "own; replace the layer that needs several texts, or put it in eval mode") from None  # fmt: skip
-    lengths = [float(norm(one.values())) for one in alone]
-    largest = max((n for n in lengths if math.isfinite(n)), default=None)
-    if largest is None:
-        return False, "no text of the batch has a finite gradient"
-    for found, expected, length in zip(together.each(), alone, lengths):
-        why = _difference(found, expected, tolerance * (length + largest / 100)) if math.isfinite(length) else None
-        if why is not None:
-            return True, why
-    return True, None
-
-
-def _difference(found: Gradients, expected: Gradients, most: float) -> str | None:
-    for name, gradient in expected.items():
-        got = found.get(name)
-        error = float((gradient.double() - (0 if got is None else got.double())).norm())
-        if not error <= most:
-            return f"{name} is used outside its layer, or its layer mixes texts or reads padding; freeze it"
+    together: Together, made: Mapping[str, Tensor], run: Callable[..., Any], trained: Mapping[str, Tensor]
+) -> str | None:
+    largest = float(together.norms().nan_to_num(0, 0).max())
+    for k, found in enumerate(together.each()):
+        try:
+            with torch.enable_grad():
+                loss = run(**mini_batch(made, torch.tensor([k]))).loss
+                alone = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+        except ValueError as error:
+            raise InputError(f"a text alone cannot go through the model ({first_line(error)}), so no text has a gradient of "
+                "its own; replace the layer that needs several texts, or put it in eval mode") from None  # fmt: skip
+        for name, gradient in zip(trained, alone):
+            if not same(found.get(name), gradient, largest):
+                return f"{name} is used outside its layer, or its layer mixes texts or reads padding; freeze it"
     return None
 
 
@@ -261,8 +255,12 @@ def per_example(
 
     def together() -> Together | None:
         check_padding(model, inputs)
-        if size and not ready and fault(model, inputs, size) is None:
-            ready.append(Together(model, inputs, size))
+        if size and not ready and fault(model, inputs) is None:
+            try:
+                ready.append(Together(model, inputs, size))
+            except NoRule as reason:
+                # To turn to the loop now would let one text change the gradients of all others.
+                raise InputError(f"the made-up texts went together, and those of this batch do not: {reason}") from None
             for loss in ready[0].losses.tolist():
                 told(loss)
         return ready[0] if ready else None
