@@ -88,6 +88,15 @@ def test_scores_are_their_definitions() -> None:
         scores("sense", model, g, INPUTS, generator(0))
 
 
+def test_a_model_that_takes_no_embeddings_has_no_sensitivity() -> None:
+    """As an audit records it, and as a client is told."""
+    model = tiny("t5", "classification")
+    inputs = {**INPUTS, "input_ids": torch.full_like(INPUTS["input_ids"], SEP)}
+    for kind in (NotApplicable, InputError):
+        with pytest.raises(kind, match="T5ForSequenceClassification takes no embeddings in place of tokens"):
+            sensitivity(model, inputs, [n for n, _ in model.named_parameters()], "randomised", generator(0))
+
+
 @pytest.mark.parametrize("ratio", [0.0, 0.1, 0.5, 1.0])
 def test_masks_hold_exactly_their_share_and_the_largest(ratio: float) -> None:
     model = small()

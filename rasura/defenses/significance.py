@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rasura.core.interfaces import InputError
+from rasura.core.interfaces import InputError, NotApplicable
 from rasura.core.rng import Randomness, uniform
 from rasura.core.updates import classified
 from rasura.defenses.structure import blocks, embedding_parameters
@@ -129,6 +129,10 @@ def _gradient_of_input(
     return at, gradient
 
 
+class Inseparable(NotApplicable, InputError):
+    """The model takes no embeddings in place of tokens, so nothing tells how the gradient moves with them."""
+
+
 class _Losses(nn.Module):
     """The loss of ``model`` on pixels or word embeddings."""
 
@@ -138,10 +142,16 @@ class _Losses(nn.Module):
 
     def forward(self, variable: str, at: Tensor, rest: Mapping[str, Tensor]) -> Tensor:
         labels = rest["labels"]
-        if variable == "inputs_embeds" and labels.dim() == 1:
-            others = {n: v for n, v in rest.items() if n not in ("labels", "attention_mask")}
-            return nn.functional.cross_entropy(classified(self.model, at, rest["attention_mask"], **others), labels)
-        out: Tensor = self.model(**rest, **{variable: at}).loss
+        try:
+            if variable == "inputs_embeds" and labels.dim() == 1:
+                others = {n: v for n, v in rest.items() if n not in ("labels", "attention_mask")}
+                return nn.functional.cross_entropy(classified(self.model, at, rest["attention_mask"], **others), labels)
+            out: Tensor = self.model(**rest, **{variable: at}).loss
+        except NotImplementedError:  # T5's classifier
+            of = type(self.model).__name__
+            raise Inseparable(
+                f"{of} takes no embeddings in place of tokens, which sens needs; seal by another one"
+            ) from None
         return out
 
 
