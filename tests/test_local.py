@@ -182,7 +182,7 @@ def test_the_mechanism_tells_the_whole_plan() -> None:
         ("local:lr=0", "lr is 0.0"),
         ("local:lr=nan", "lr is nan"),
         ("local:schedule=step", "constant or linear or cosine"),
-        ("local:batch=4:2", "takes 1 figures"),
+        ("local:batch=4:2", "takes 1 figure,"),
     ],
 )
 def test_a_bad_plan_is_refused(update: str, says: str) -> None:

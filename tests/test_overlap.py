@@ -67,7 +67,7 @@ def test_membership_refuses_candidates_among_reference_text(tmp_path: Path, mode
     inside, outside = (rows(tmp_path / f"{n}.jsonl", *(f"{n} w{k}" for k in range(4))) for n in ("w8", "w9"))
     plan = MembershipPlan(str(model_folder), inside, non_members=outside, base=str(model_folder))
     given = rows(tmp_path / "other.jsonl", "w7 w1", "W8, w2")
-    with pytest.raises(InputError, match=r"other\.jsonl contains texts that are also candidates \(1\)"):
+    with pytest.raises(InputError, match=r"other\.jsonl contains texts that are also members or candidates \(1\)"):
         MembershipAudit(replace(plan, reference=given), tmp_path / "run")
 
 

@@ -172,7 +172,8 @@ def test_no_config_makes_a_model_keep_more_than_is_counted(family: str, tmp_path
     }  # fmt: skip
     names = {"intermediate_size", "hidden_dim", "n_inner"} - set(config)
     (tmp_path / "config.json").write_text(json.dumps({**config, **keeping, **dict.fromkeys(names, 1)}))
-    assert checked(tmp_path) == told
+    # Of what is told, the bytes of the new file alone differ.
+    assert {**checked(tmp_path), "trained": told["trained"]} == told
     with torch.no_grad():
         found = opened(tmp_path, "classification", "cpu")(**ids)
     assert set(found) == {"logits"} and torch.allclose(found.logits, expected, atol=1e-6)

@@ -55,9 +55,9 @@ def test_a_setting_where_an_attack_gave_up_is_not_the_one_where_it_read() -> Non
     own = [record("span", "none", note=k, blind=blind, status="failed", batch_size=1, scores={}) for k in range(NOTES)]
     read = batches("span", "none", 2, 0.2, confidence="verified")
     entry = findings([*own, *read]).matrix["span", "none"]
-    assert entry.setting == ("honest-server", 2) and entry.mark == "20" and entry.verified == len(read)
+    assert entry.setting == ("honest-server", 2) and entry.mark == "20" and entry.verified == entry.notes == NOTES
     more = batches("span", "none", 1, 0.9, confidence="verified")
-    assert findings([*read, *more]).matrix["span", "none"].verified == len(more), "those of the setting alone"
+    assert findings([*read, *more]).matrix["span", "none"].verified == NOTES, "those of the setting alone"
 
 
 def test_a_protection_under_which_every_attack_gave_up_is_not_said_to_have_been_read() -> None:

@@ -243,7 +243,7 @@ def test_an_adapter_folder_is_all_the_command_needs(tmp_path: Path, causal_folde
     assert done.exit_code == 0, done.output
     records = [json.loads(line) for line in (tmp_path / "run" / "records.jsonl").read_text().splitlines()]
     assert {r["attack"] for r in records} == {"blind", *CAUSAL} and {r["status"] for r in records} == {"ok"}
-    assert all({"auc", "words"} == set(r["blind"]) for r in records), "the baselines stand beside each attack"
+    assert all({"auc", "words", "tpr@0.1"} == set(r["blind"]) for r in records), "the baselines stand beside each attack"
     page = (tmp_path / "run" / "report.html").read_text()
     assert all(name in page for name in CAUSAL)
 

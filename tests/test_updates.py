@@ -100,7 +100,7 @@ def test_the_mechanism_tells_the_adversary_how_the_update_came_about() -> None:
         ("fedavg-sgd:0", "at least 1 step"),
         ("fedavg-sgd:2:-1", "learning rate above 0"),
         ("fedsgd:2", "takes 0 figures"),
-        ("lora", "takes 1 figures"),
+        ("lora", "takes 1 figure,"),
         ("fedsgd+dropout:0.1", "pass it as a defense"),
         ("fedsgd+bf15", "unknown defense"),
     ],

@@ -5,14 +5,14 @@ They are made from the model alone, so what is found does not depend on any real
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rasura.core.exact import half, norm, widened
-from rasura.core.rng import generator
 from rasura.victims.padding import takes_mask
 
 LENGTHS = ((5, 9, 3), (6, 6, 6), (4,))
@@ -54,7 +54,7 @@ def trial_batches(
     gradients are large.
     """
     for row, lengths in enumerate(LENGTHS):
-        made = _texts(model, inputs, lengths, generator(row, "trial texts"))
+        made = _texts(model, inputs, lengths, row)
         with torch.no_grad():
             logits = run(**made).logits
         labels = made["labels"]
@@ -77,9 +77,7 @@ def same(found: Tensor | None, alone: Tensor | None, largest: float) -> bool:
     return float(norm([found - alone])) <= TOLERANCE * float(norm([alone])) + ROUNDING * largest
 
 
-def _texts(
-    model: nn.Module, inputs: Mapping[str, Tensor], lengths: tuple[int, ...], rng: torch.Generator
-) -> dict[str, Tensor]:
+def _texts(model: nn.Module, inputs: Mapping[str, Tensor], lengths: tuple[int, ...], number: int) -> dict[str, Tensor]:
     """Texts of these lengths, all of class 0; of inputs without token ids, a row of each input's own shape."""
     ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
     size, old = len(lengths), None if ids is None else ids.shape
@@ -96,21 +94,21 @@ def _texts(
     for name, value in inputs.items():
         shape = (size, longest) if value.shape == old and value.dim() == 2 else (size, *value.shape[1:])
         if name == "input_ids" and value.dim() == 2:
-            made = _ids(model, there, rng)
+            made = _ids(model, there, number)
         elif name == "attention_mask":
             made = there if value.dim() == 2 else torch.ones(shape)
         elif name == "labels":
             made = torch.zeros(shape)
             made = torch.where(there, made, -100) if made.shape == there.shape and old is not None else made
         else:
-            made = torch.rand(shape, generator=rng) if value.is_floating_point() else torch.zeros(shape)
+            made = _spread(shape, number) if value.is_floating_point() else torch.zeros(shape)
         out[name] = made.to(value.device, widened(value[:0]).dtype)
     if old is not None and len(old) == 2 and mask is None and takes_mask(model):
         out["attention_mask"] = there.to(out["input_ids"])
     return out
 
 
-def _ids(model: nn.Module, there: Tensor, rng: torch.Generator) -> Tensor:
+def _ids(model: nn.Module, there: Tensor, number: int) -> Tensor:
     """Token ids of the model's own vocabulary where ``there``, and padding elsewhere."""
     config = getattr(model, "config", None)
     try:
@@ -121,10 +119,16 @@ def _ids(model: nn.Module, there: Tensor, rng: torch.Generator) -> Tensor:
         count = min((n for n in tables if n >= 8), default=min(tables, default=0))
     special = {v for k, v in vars(config).items() if k.endswith("_token_id")} if config is not None else set()
     words = torch.tensor([k for k in range(count) if k not in _whole(special)])
-    ids = words[torch.randint(len(words), there.shape, generator=rng)]
+    ids = words[(_spread(there.shape, number) * len(words)).long()]
     ids[:, 1] = ids[:, 0]  # a repeated word, where it is not padding
     pad = getattr(config, "pad_token_id", None)
     return torch.where(there, ids, pad if isinstance(pad, int) else 0)
+
+
+def _spread(shape: Sequence[int], number: int) -> Tensor:
+    """Numbers from 0 to below 1 that hardly repeat. None is drawn: a step with secret randomness refuses a generator."""
+    places = torch.arange(1, math.prod(shape) + 1, dtype=torch.float64) + 1000 * number
+    return (places * 0.6180339887498949 % 1).reshape(tuple(shape))
 
 
 def _whole(special: set[Any]) -> set[int]:
