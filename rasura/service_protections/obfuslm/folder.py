@@ -15,7 +15,6 @@ from rasura.core.rng import Randomness
 from rasura.core.values import Task
 from rasura.service_protections.obfuslm.key import PAIR, Key
 from rasura.service_protections.obfuslm.model import obfuscate
-from rasura.service_protections.obfuslm.named import named_ids
 from rasura.service_protections.obfuslm.settings import ObfuscationSettings
 from rasura.service_protections.obfuslm.tokenizer import describe, fixed_ids
 from rasura.victims.loading import load
@@ -67,8 +66,7 @@ def obfuscate_model(
     victim = load(model, task or task_of(model), num_labels=num_labels)
     name = parts(victim.model).word_embedding
     digest = _digest(victim.model.get_parameter(name))
-    fixed = fixed_ids(victim.tokenizer, victim.vocabulary.size) | named_ids(victim.model)
-    hidden = victim.vocabulary.size - sum(0 <= i < victim.vocabulary.size for i in fixed)
+    fixed = fixed_ids(victim.tokenizer, victim.vocabulary.size)
     tokenizer, options = describe(victim.tokenizer)
     made = obfuscate(victim.model, settings, fixed, rng, in_place=True)
     pair = secrets.token_hex(8)
@@ -82,7 +80,7 @@ def obfuscate_model(
         raise InputError(f"{part} cannot be written ({error.strerror})") from None
     Key(made.tokens, tokenizer, options, pair, digest, settings.to_dict()).save(secret, passphrase)
     part.rename(target)
-    return Served(target, secret, pair, hidden, made.clusters, made.merged)
+    return Served(target, secret, pair, made.hidden, made.clusters, made.merged)
 
 
 def _digest(table: torch.Tensor) -> str:

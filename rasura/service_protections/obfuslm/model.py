@@ -25,11 +25,13 @@ class Obfuscated:
     """``model`` is for the server. ``tokens`` ``(vocabulary,)`` int64 is secret: the row of each token, and so its id, at
     the server.
 
-    ``clusters``, ``merged``: how many clusters there are, and how many rows stood in ones that were too small.
+    ``hidden``: how many ids are secret. ``clusters``, ``merged``: how many clusters there are, and how many rows stood in
+    ones that were too small.
     """
 
     model: nn.Module
     tokens: Tensor
+    hidden: int
     clusters: int
     merged: int
 
@@ -50,11 +52,11 @@ def obfuscate(
 
     The ids ``fixed`` (special tokens, and ids that no text can have) keep their place and their row, and so do those that
     the model's configurations name (``named_ids``): a server needs to know which id pads and which ends a text, and neither
-    is private. The clusters are formed in the permuted order, since the
-    order decides which row begins one. A head shares the permutation and the weights, its bias too; a tied one stays tied.
-    Classifier heads are as they were. ``in_place`` changes ``model`` itself, for large ones. Randomness from the operating
-    system unless ``rng`` is given, which is for experiments. Raises ``InputError`` for settings that the model's size does
-    not allow, and for a model that looks tokens up in a second table.
+    is private. The clusters are formed in the permuted order, since the order decides which row begins one. A head shares
+    the permutation and the weights, its bias too; a tied one stays tied. Classifier heads are as they were. ``in_place``
+    changes ``model`` itself, for large ones. Randomness from the operating system unless ``rng`` is given, which is for
+    experiments. Raises ``InputError`` for settings that the model's size does not allow, and for a model that looks tokens
+    up in a second table.
     """
     fixed = {*fixed, *named_ids(model)}
     rows = range(len(model.get_parameter(parts(model).word_embedding)))
@@ -73,10 +75,10 @@ def obfuscate(
     rng = rng or secret_generator()
     head = model_head(made)
     others = [] if head is None else [p for p in head.parameters() if p is not table and len(p) == len(table)]
-    tokens, clusters = _hide_tokens(table, others, settings, fixed, rng)
+    tokens, hidden, clusters = _hide_tokens(table, others, settings, fixed, rng)
     if settings.plus:
         _hide_dimensions(made, table, settings, rng)
-    return Obfuscated(made, tokens, len(clusters), clusters.merged)
+    return Obfuscated(made, tokens, hidden, len(clusters), clusters.merged)
 
 
 @torch.no_grad()
@@ -92,8 +94,8 @@ def obfuscate_embedding(
     if settings.plus:
         raise InputError("ObfusLM+ changes a whole model; pass settings with plus=False for an embedding alone")
     made = copy.deepcopy(embedding)
-    tokens, clusters = _hide_tokens(made.weight, (), settings, fixed, rng or secret_generator())
-    return Obfuscated(made, tokens, len(clusters), clusters.merged)
+    tokens, hidden, clusters = _hide_tokens(made.weight, (), settings, fixed, rng or secret_generator())
+    return Obfuscated(made, tokens, hidden, len(clusters), clusters.merged)
 
 
 def _token_tables(model: nn.Module, words: Sequence[int]) -> list[str]:
@@ -117,8 +119,9 @@ def _token_tables(model: nn.Module, words: Sequence[int]) -> list[str]:
 
 def _hide_tokens(
     table: Tensor, others: Sequence[Tensor], settings: ObfuscationSettings, fixed: Collection[int], rng: Randomness
-) -> tuple[Tensor, Clusters]:
-    """Permute and mix the rows of ``table`` in place, and those of ``others`` (a head, its bias) alike; where each went."""
+) -> tuple[Tensor, int, Clusters]:
+    """Permute and mix the rows of ``table`` in place, and those of ``others`` (a head, its bias) alike; where each went, and
+    how many were to be hidden."""
     kept = torch.zeros(len(table), dtype=torch.bool)
     kept[[i for i in fixed if 0 <= i < len(table)]] = True
     movable = (~kept).nonzero().flatten()
@@ -147,7 +150,7 @@ def _hide_tokens(
         weights = synth(table[movable], clusters, settings.epsilon, rng)
         for parameter in stated:
             parameter[movable] = weights.apply(parameter[movable])
-    return tokens, clusters
+    return tokens, len(movable), clusters
 
 
 def _within(clusters: Clusters, rng: Randomness) -> Tensor:
