@@ -144,11 +144,10 @@ class ServiceAudit:
                 yield record
 
     def _uploaded(self, protection: str) -> Service:
+        if self.training is not None:
+            return self.training.service(protection, self.victim, self.plan.seed)
         one = self.plan.parsed[protection]
-        if self.training is None:
-            made = one.of(self.victim, self.drawn)
-        else:
-            made = self.training.service(protection, self.victim, self.plan.seed)
+        made = one.of(self.victim, self.drawn)
         check_same(protection, one, self.files)
         return made
 
