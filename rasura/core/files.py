@@ -153,8 +153,11 @@ def _lock(file: BinaryIO) -> None:
 
 
 def _unusable(path: Path, error: OSError | ValueError) -> InputError:
-    why = getattr(error, "strerror", None) or "not a valid file name"
-    return InputError(f"{path} cannot be written ({why}); choose another place")
+    return InputError(f"{path} cannot be written ({_why(error)}); choose another place")
+
+
+def _why(error: OSError | ValueError) -> str:
+    return getattr(error, "strerror", None) or "not a valid file name"
 
 
 def _keep_name(folder: Path) -> None:
@@ -174,8 +177,7 @@ def file_digest(path: str | Path, what: str) -> str:
         with open(path, "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or "not a valid file name"
-        raise InputError(f"the {what} {path} cannot be read ({why})") from None
+        raise InputError(f"the {what} {path} cannot be read ({_why(error)})") from None
 
 
 def read_limited(path: str | Path, what: str, max_bytes: int) -> tuple[bytes, bool]:
@@ -193,8 +195,7 @@ def read_limited(path: str | Path, what: str, max_bytes: int) -> tuple[bytes, bo
     except (OSError, ValueError) as error:
         if isinstance(error, InputError):
             raise
-        why = getattr(error, "strerror", None) or "not a valid file name"
-        raise InputError(f"the {what} {path} cannot be read ({why})") from None
+        raise InputError(f"the {what} {path} cannot be read ({_why(error)})") from None
     if len(data) > max_bytes:
         raise InputError(f"the {what} {path} has more than {max_bytes} bytes; expected a smaller file")
     return data, bool(about.st_mode & 0o077)
