@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from rasura.core.exact import half, norm, widened
+from rasura.core.interfaces import InputError
+from rasura.core.word_rows import token_count
 from rasura.victims.padding import takes_mask
 
 LENGTHS = ((5, 9, 3), (6, 6, 6), (4,))
@@ -112,13 +114,14 @@ def _ids(model: nn.Module, there: Tensor, number: int) -> Tensor:
     """Token ids of the model's own vocabulary where ``there``, and padding elsewhere."""
     config = getattr(model, "config", None)
     try:
-        count = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
-    except (AttributeError, NotImplementedError):
+        count = token_count(model)
+    except (InputError, NotImplementedError):
         # Of tables of unknown use, ids below the smallest are in every one; smaller ones are of types of texts.
         tables = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
         count = min((n for n in tables if n >= 8), default=min(tables, default=0))
-    special = {v for k, v in vars(config).items() if k.endswith("_token_id")} if config is not None else set()
-    words = torch.tensor([k for k in range(count) if k not in _whole(special)])
+    named = {} if config is None else vars(config)
+    special = {v for k, v in named.items() if k.endswith("_token_id") and isinstance(v, int)}
+    words = torch.tensor([k for k in range(count) if k not in special])
     ids = words[(_spread(there.shape, number) * len(words)).long()]
     ids[:, 1] = ids[:, 0]  # a repeated word, where it is not padding
     pad = getattr(config, "pad_token_id", None)
@@ -129,7 +132,3 @@ def _spread(shape: Sequence[int], number: int) -> Tensor:
     """Numbers from 0 to below 1 that hardly repeat. None is drawn: a step with secret randomness refuses a generator."""
     places = torch.arange(1, math.prod(shape) + 1, dtype=torch.float64) + 1000 * number
     return (places * 0.6180339887498949 % 1).reshape(tuple(shape))
-
-
-def _whole(special: set[Any]) -> set[int]:
-    return {k for k in special if isinstance(k, int)}
