@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from rasura.core.interfaces import InputError
+from rasura.core.interfaces import InputError, NotApplicable
 from rasura.victims.models import layer_inputs, layer_output, parts
 
 _FIRST_POSITION: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
@@ -116,14 +116,13 @@ def first_inputs(model: nn.Module, tokens: Tensor, position: int, segment: int =
 
 
 @torch.no_grad()
-def takes_embeddings(model: nn.Module) -> bool:
-    """Whether the model takes embeddings in place of tokens. T5's classifier does not."""
+def check_takes_embeddings(model: nn.Module) -> None:
+    """Raises ``NotApplicable`` for a model that takes no embeddings in place of tokens, as T5's classifier."""
     weight = model.get_parameter(parts(model).word_embedding)
     try:
         model(inputs_embeds=weight[None, :2], attention_mask=torch.ones(1, 2, dtype=torch.long, device=weight.device))
     except NotImplementedError:
-        return False
-    return True
+        raise NotApplicable(f"{type(model).__name__} takes no embeddings in place of tokens") from None
 
 
 def read_position(model: nn.Module) -> int | None:

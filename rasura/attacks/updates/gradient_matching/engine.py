@@ -25,7 +25,7 @@ from rasura.core.values import UNKNOWN as OVER
 from rasura.core.values import Grant, Observation, Parameter, Reconstruction
 from rasura.priors import language
 from rasura.victims.models import is_eager, parts
-from rasura.victims.positions import takes_embeddings
+from rasura.victims.positions import check_takes_embeddings
 
 TOLD = 5
 """A listener is told the nearest tokens after so many steps."""
@@ -54,8 +54,7 @@ class GradientMatching:
             raise NotApplicable(
                 "fused attention cannot be differentiated twice; load the model with attn_implementation='eager'"
             )
-        if not takes_embeddings(seen.model):
-            raise NotApplicable(f"{type(seen.model).__name__} takes no embeddings in place of tokens")
+        check_takes_embeddings(seen.model)
         shown = [n for n in seen.gradients if n not in seen.visible or bool(seen.visible[n].any())]
         factoriser = Factoriser(seen.model if budget.device == "cpu" else copy.deepcopy(seen.model).to(budget.device), shown)
         if not factoriser.layers:

@@ -17,12 +17,12 @@ from rasura.attacks.updates.span_matching.discrete import Beam, beam_search, fil
 from rasura.attacks.updates.span_matching.guided import Guided
 from rasura.attacks.updates.span_matching.objective import Body, Objective, readout
 from rasura.attacks.updates.span_matching.states import equations
-from rasura.core.interfaces import AttackFailed, Budget, InputError, NotApplicable
+from rasura.core.interfaces import AttackFailed, Budget, InputError
 from rasura.core.specs import AttackSpec, Home
 from rasura.core.values import Grant, Observation, Parameter, Reconstruction
 from rasura.priors.ngram import Unigram
 from rasura.victims.models import parts
-from rasura.victims.positions import takes_embeddings
+from rasura.victims.positions import check_takes_embeddings
 
 FLOOR = 1e-7
 """Squared relative residual under which a text is exact: float32 leaves 1e-12 to 1e-9, one wrong token 1e-3 and more."""
@@ -78,8 +78,7 @@ class SpanMatching:
     levels: Mapping[str, Work] = field(default_factory=lambda: LEVELS)
 
     def __call__(self, seen: Observation, *, rng: torch.Generator, budget: Budget) -> Reconstruction:
-        if not takes_embeddings(seen.model):
-            raise NotApplicable(f"{type(seen.model).__name__} takes no embeddings in place of tokens")
+        check_takes_embeddings(seen.model)
         observed, seen = seen, uncovered(seen)
         spaces = block_spaces(seen, blocks_to_read(seen))
         if not spaces:
