@@ -56,8 +56,8 @@ def test_two_protections_whose_names_differ_in_capitals_have_their_own_trainings
     assert list(training.run()) == results
     again = plan_for(tmp_path, model_folder, defenses=(*names, "none"), service=True)
     assert list(Training(again, tmp_path / "run").run())[:2] == results
-    with (tmp_path / "EN.txt").open("a") as file:
-        file.write("w275 1 2 3\n")
+    with (tmp_path / "EN.txt").open("a") as words:
+        words.write("w275 1 2 3\n")
     with pytest.raises(InputError, match=r"a file of santext.*EN.txt has changed since the run began"):
         training.service(ENGLISH, training.victim(0), 0)
     with pytest.raises(InputError, match=r"under santext.*EN.txt with another content of its file; choose another --out"):

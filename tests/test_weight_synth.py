@@ -187,7 +187,7 @@ def test_the_first_id_of_a_calibrated_cluster_is_any_of_its_rows(calibrated: boo
     settings = ObfuscationSettings(k=5, epsilon=1e9, beta=0.9, calibrated=calibrated)
     central = count = 0
     for key in range(4):
-        tokens, clusters = _hide_tokens(table.clone(), (), settings, (), generator(key, "key"))
+        tokens, _, clusters = _hide_tokens(table.clone(), (), settings, (), generator(key, "key"))
         unit = nn.functional.normalize(table[tokens.argsort()], dim=1)
         for members in (clusters[n].sort().values for n in range(len(clusters)) if len(clusters[n]) == 5):
             central += int((unit[members] @ unit[members].T).sum(1).argmax()) == 0
