@@ -568,6 +568,15 @@ def test_the_trainer_refuses_what_would_replace_the_protected_model(tmp_path: Pa
             PrivateTrainer(private.model, defense="dp-sgd:1.0", **{name: print})
 
 
+@pytest.mark.parametrize("evaluated", [DATA, {"public": DATA[:4], "all": DATA}])
+def test_the_trainer_refuses_to_be_steered_by_its_own_texts(tmp_path: Path, evaluated: Any) -> None:
+    model, arguments = tiny("bert", "classification", num_labels=2), trainer(tmp_path).args
+    arguments.lr_scheduler_type = "reduce_lr_on_plateau"
+    with pytest.raises(InputError, match="eval_dataset is train_dataset: its metrics may steer the rate"):
+        rasura.PrivateTrainer(model, arguments, collate, DATA, evaluated, defense="dp-sgd:1.0")
+    rasura.PrivateTrainer(model, arguments, collate, DATA[4:], DATA[:4], defense="dp-sgd:1.0")  # other texts may
+
+
 @pytest.mark.parametrize("strategy", ["group_by_length", "sequential"])
 def test_the_trainer_refuses_another_choice_of_batches_than_its_own(tmp_path: Path, strategy: str) -> None:
     with pytest.raises(InputError, match=f"train_sampling_strategy is {strategy}; a protected Trainer needs random"):

@@ -39,7 +39,8 @@ class PrivateTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
     among them: the one would replace the protected model, the other its loss.
 
     Raises ``InputError`` for settings that no guarantee covers: label smoothing, float16, several devices, a data set
-    without a length, batches grouped by length or taken in order, a batch size that is searched.
+    without a length, batches grouped by length or taken in order, a batch size that is searched, the texts of the training
+    as ``eval_dataset``. Metrics of other texts may steer a training.
     """
 
     def __init__(
@@ -89,6 +90,12 @@ class PrivateTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         for name, (found, expected) in wrong.items():
             if found != expected:
                 raise InputError(f"{name} is {found}; a protected Trainer needs {expected}")
+        evaluated = list(eval_dataset.values()) if isinstance(eval_dataset, dict) else [eval_dataset]
+        if train_dataset is not None and any(one is train_dataset for one in evaluated):
+            raise InputError(
+                "eval_dataset is train_dataset: its metrics may steer the rate, the number of steps and what is kept, which "
+                "no epsilon counts; evaluate on other texts"
+            )
         # Batches are drawn by chance: there are none to skip when a training is resumed.
         self.args.ignore_data_skip = True
 
