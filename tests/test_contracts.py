@@ -23,7 +23,9 @@ EVERY = [spec for methods in registry.KINDS.values() for spec in methods.values(
 ATTACKS = {name: spec for name, spec in registry.ATTACKS.items() if spec.home.task != "vision"}
 """Attacks on texts: those on images have their own budget and laws in test_images.py."""
 
-SAME = {"grab-without-masks", "grab-without-discrete", "lamp-l1l2", "lamp-weighted"}
+SAME = {"grab-without-masks", "grab-without-discrete", "lamp-l1l2", "lamp-weighted"} | {
+    n for n in ATTACKS if n.endswith("-tuned")
+}
 """Other settings of an attack that is held to the laws beside them."""
 
 TRIED = [pytest.param(name, marks=pytest.mark.slow) if name in SAME else name for name in ATTACKS]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from rasura.attacks.shared.dummies import nearest_tokens
 from rasura.attacks.updates.gradient_matching.likely import RIDGE, left, likely
 from rasura.attacks.updates.gradient_matching.masks import Dropouts, Masked, shapes
 from rasura.attacks.updates.gradient_matching.objective import Distance, soft_cross_entropy
-from rasura.attacks.updates.gradient_matching.presets import dlg, grab, guided_grab, lamp_cos, tag
+from rasura.attacks.updates.gradient_matching.presets import dlg, grab, guided_grab, lamp_cos, tag, tuned
 from rasura.attacks.updates.gradient_matching.reorder import orders, reordered
 from rasura.attacks.updates.gradient_matching.settings import Work
 from rasura.core.interfaces import AttackFailed, Budget, NotApplicable
@@ -179,6 +181,37 @@ def test_the_ablations_of_grab_leave_out_one_part() -> None:
     assert fixed.settings == replace(whole.settings, learn_masks=False) and fixed.levels == whole.levels
     assert smooth.settings == whole.settings and all(w.rounds == 1 and not w.beam for w in smooth.levels.values())
     assert [a.name for a in (whole, fixed, smooth)] == ["grab", "grab-without-masks", "grab-without-discrete"]
+
+
+def test_the_steps_for_large_models_shrink_in_a_line_and_are_clipped() -> None:
+    attack = tuned(grab())
+    assert attack.settings == replace(grab().settings, linear=True, steepest=0.5) and attack.levels == grab().levels
+    assert [attack.settings.rate(k, 4) for k in range(4)] == [1, 0.75, 0.5, 0.25]
+    assert [grab().settings.rate(k, 4) for k in (0, 49, 50, 120)] == [1, 1, 0.89, 0.89**2]
+
+
+def test_each_restart_is_clipped_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    text, taken = [CLS, 40, 3, 41, SEP], list[Tensor]()
+    step_of = torch.optim.AdamW.step
+
+    def listened(self: torch.optim.AdamW, *args: Any) -> Any:
+        taken.append(self.param_groups[0]["params"][0].grad.flatten(1).norm(dim=1).clone())
+        return step_of(self, *args)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", listened)
+
+    def steps(steepest: float) -> list[Tensor]:
+        taken.clear()
+        attack = replace(dlg(), settings=replace(dlg().settings, steepest=steepest), levels={"quick": Work(8, 3, 4)})
+        attack(through_dropout([text]), rng=generator(0), budget=Budget("quick"))
+        return list(taken)
+
+    free = steps(math.inf)
+    most = float(free[0].median())
+    clipped = steps(most)
+    assert len(free) == len(clipped) == 4 and bool((free[0] > most).any())
+    torch.testing.assert_close(clipped[0], free[0].clamp(max=most))
+    assert all(bool((norms <= most * (1 + 1e-6)).all()) for norms in clipped)
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -174,7 +175,7 @@ class _Run:
         best = torch.full((len(texts),), float("inf"), device=self.judge.device)
         for step in range(work.steps):
             for group, rate in zip(optimizer.param_groups, rates):
-                group["lr"] = rate * s.decay ** (step // s.decay_every)
+                group["lr"] = rate * s.rate(step, work.steps)
             losses = []
             optimizer.zero_grad()
             # Restarts do not touch each other, so they go through in parts that fit the memory.
@@ -199,6 +200,8 @@ class _Run:
             if not bool(torch.stack([torch.isfinite(v.grad).all() for v in variables if v.grad is not None]).all()):
                 raise AttackFailed(f"the optimisation diverged at step {step} (gradient not finite)")
             texts.e.grad *= moving
+            if s.steepest < math.inf:
+                texts.e.grad *= (s.steepest / texts.e.grad.flatten(1).norm(dim=1)).clamp(max=1)[:, None, None, None]
             optimizer.step()
             with torch.no_grad():
                 for m in masks:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 
 from rasura.attacks.updates.gradient_matching.engine import GradientMatching
 from rasura.attacks.updates.gradient_matching.settings import Settings, Work
@@ -100,6 +101,12 @@ def guided_grab() -> GradientMatching:
     return replace(grab(), name="guided-grab", levels=GUIDED_LEVELS)
 
 
+def tuned(method: GradientMatching) -> GradientMatching:
+    """``method`` with GRAB's settings for large models (sec. 5.4.1, Table 4): the learning rate falls in a line, and the
+    gradient of a dummy text's embeddings is clipped to the norm 0.5."""
+    return replace(method, name=f"{method.name}-tuned", settings=replace(method.settings, linear=True, steepest=0.5))
+
+
 DLG = AttackSpec(
     name="dlg",
     about="gradient matching with squared L2 distance",
@@ -186,3 +193,19 @@ GUIDED_GRAB = AttackSpec(
     growth=2.0,
     work={"quick": 0.62, "default": 1.0, "paper": 15.0},
 )
+
+
+def _tuned(spec: AttackSpec, method: Callable[[], GradientMatching]) -> AttackSpec:
+    return replace(
+        spec,
+        name=f"{spec.name}-tuned",
+        about=f"{spec.name} with the steps that GRAB takes on large models",
+        source="GRAB, sec. 5.4.1, Table 4",
+        make=lambda: tuned(method()),
+    )
+
+
+DLG_TUNED, TAG_TUNED = _tuned(DLG, dlg), _tuned(TAG, tag)
+LAMP_COS_TUNED, LAMP_L1L2_TUNED = _tuned(LAMP_COS, lamp_cos), _tuned(LAMP_L1L2, lamp_l1l2)
+GRAB_TUNED = _tuned(GRAB, grab)
+GRAB_WITHOUT_MASKS_TUNED = _tuned(GRAB_WITHOUT_MASKS, partial(grab, masks=False))

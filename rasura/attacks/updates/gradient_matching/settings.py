@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -14,10 +15,12 @@ class Settings:
 
     ``learning_rate`` is in units of the embedding table's standard deviation, so that one value fits all models: GRAB's 0.01
     on BERT-base, whose entries deviate by about .04, is 0.25. It decays by ``decay`` every ``decay_every`` steps (GRAB,
-    sec. 5.1). ``embedding_norm``: weight of LAMP's regulariser. With ``reorder``, after a first tenth of the steps, restarts
-    try other orders of their tokens now and then and keep what has the least distance plus ``prior`` times the mean negative
-    log-likelihood of a token (LAMP). ``learn_masks``: where dropout is announced, its masks are variables too, moved at
-    ``mask_rate``. ``match_norm``: where clipping is announced, candidates' gradients are scaled as the client's was (GRAB).
+    sec. 5.1); with ``linear``, in a line to 0 behind the last step. ``steepest``: norm to which the gradient of a restart's
+    embeddings is clipped. ``embedding_norm``: weight of LAMP's regulariser. With ``reorder``, after a first tenth of the
+    steps, restarts try other orders of their tokens now and then and keep what has the least distance plus ``prior`` times
+    the mean negative log-likelihood of a token (LAMP). ``learn_masks``: where dropout is announced, its masks are variables
+    too, moved at ``mask_rate``. ``match_norm``: where clipping is announced, candidates' gradients are scaled as the
+    client's was (GRAB).
     """
 
     objective: Kind
@@ -25,12 +28,18 @@ class Settings:
     learning_rate: float = 0.25
     decay: float = 0.89
     decay_every: int = 50
+    linear: bool = False
+    steepest: float = math.inf
     embedding_norm: float = 0.0
     reorder: bool = False
     prior: float = 0.0
     learn_masks: bool = False
     mask_rate: float = 0.01
     match_norm: bool = False
+
+    def rate(self, step: int, steps: int) -> float:
+        """What the learning rates are multiplied by at a step of so many, counted from 0."""
+        return 1 - step / steps if self.linear else self.decay ** (step // self.decay_every)
 
 
 @dataclass(frozen=True)
