@@ -153,6 +153,11 @@ def mixing(m: Any, x: Tensor) -> Tensor:
     return m.first(x - x.mean(0))
 
 
+def slightly_mixing(m: Any, x: Tensor) -> Tensor:
+    """As rounding by the shape of a batch does on SmolLM2."""
+    return m.first(x) * (1 + 1e-4 * len(x))
+
+
 def in_place(m: Any, x: Tensor) -> Tensor:
     return torch.relu_(m.first(x))
 
@@ -163,7 +168,13 @@ def flattened(m: Any, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     ("use", "words"),
-    [(outside, "first.weight"), (mixing, "mixes texts"), (in_place, "first .*inplace=False"), (flattened, "first .*rows")],
+    [
+        (outside, "first.weight"),
+        (mixing, "mixes texts"),
+        (in_place, "first .*inplace=False"),
+        (flattened, "first .*rows"),
+        (slightly_mixing, r"differs by 0\.02\d? % from .* or rounding is that large in this model"),
+    ],
 )
 def test_what_no_rule_covers_is_named_and_goes_one_by_one(use: Any, words: str) -> None:
     import re

@@ -8,7 +8,8 @@ handled here: position ids of shape (1, length), padding rows of embeddings, par
 
 Cases that no rule covers go through the one-by-one loop, where each text is alone and without padding; ``fault`` says why.
 A model is checked against that loop before its first batch, since a layer that mixes texts or reads padding, or weights used
-outside their layer, would otherwise give a wrong gradient silently. Which way it goes is one decision for all its batches.
+outside their layer, would otherwise give a wrong gradient silently. Rounding that is as large counts alike: one text more
+would move the gradients of others by it. Which way it goes is one decision for all its batches.
 """
 
 from __future__ import annotations
@@ -163,8 +164,17 @@ def _compared(
                 "its own; replace the layer that needs several texts, or put it in eval mode") from None  # fmt: skip
         for name, gradient in zip(trained, alone):
             if not same(found.get(name), gradient, largest):
-                return f"{name} is used outside its layer, or its layer mixes texts or reads padding; freeze it"
+                return (f"the gradient of {name} differs{_by(found.get(name), gradient)} from that of the text alone. It is "
+                    "used outside its layer, its layer mixes texts or reads padding, or rounding is that large in this "
+                    "model; freeze it, unless it is rounding")  # fmt: skip
     return None
+
+
+def _by(found: Tensor | None, alone: Tensor | None) -> str:
+    """How far a gradient is from that of the text alone, where both are there."""
+    if found is None or alone is None or not bool(alone.any()):
+        return ""
+    return f" by {100 * float(norm([found - alone.detach().cpu()]) / norm([alone])):.2g} %"
 
 
 def as_one(update: Gradients) -> PerExample:
