@@ -6,6 +6,7 @@ import json
 import math
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -161,6 +162,14 @@ def test_gradients_that_are_not_finite_give_no_ratio() -> None:
     assert found.signal_to_noise is None and found.after is None
 
 
+def test_texts_that_predict_nothing_are_not_a_fault_of_what_is_trained() -> None:
+    model, batch = tiny("gpt2", "causal"), collate(ALIKE[:4])
+    batch["labels"] = torch.full_like(batch["input_ids"], -100)
+    batch["labels"][0] = batch["input_ids"][0]  # one has a loss
+    found = rasura.diagnose_training(model, batch, "dp-sgd:1.0", examples=1000, batch_size=50, public=True)
+    assert "At least half of the texts have a gradient of zero: their loss does not depend" in " ".join(found.findings)
+
+
 def test_a_loss_that_is_no_number_is_said_and_not_an_error() -> None:
     model: Any = tiny("bert", "classification", num_labels=2)
     batch = collate(ALIKE[:4])
@@ -185,7 +194,7 @@ def test_what_cannot_be_judged_is_refused(options: dict[str, Any], says: str) ->
 
 
 def test_the_command_says_the_same(tmp_path: Path, model_folder: Path) -> None:
-    rows = [{"text": f"{name} met {other}", "label": k % 2} for k, (name, other) in enumerate(pairwise(NAMES))]
+    rows = [{"text": f"{name} met {other}", "label": k % 2} for k, (name, other) in enumerate(pairwise(NAMES[:-1]))]
     data = tmp_path / "texts.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     common = ["diagnose", data, "--model", model_folder, "--examples", 1000, "--batch-size", 50, "--epochs", 2, "--texts"]
@@ -197,6 +206,7 @@ def test_the_command_says_the_same(tmp_path: Path, model_folder: Path) -> None:
     )
     told = json.loads(rasura_command(*asked, "--public", "--json").stdout)
     assert told["steps"] == 40 and told["clip"] == 100 and len(told["norms"]) == len(rows)
+    assert len(rows) % 2 == 0 and f"median {median(told['norms']):.3g}\n" in done.stdout, "as the findings state it"
     assert not any("no epsilon counts it" in one for one in told["findings"])
     assert "texts of" in refused(*common, len(rows) + 1, "--public", "--target-epsilon", 1)
     assert "a diagnosis needs dp-sgd or normalised" in refused(*common, 4, "--public", "--defense", "none")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from math import isfinite
+from statistics import median
 from typing import Annotated, Any
 
 import typer
@@ -74,11 +76,12 @@ def diagnose(
         say(f"{number}. {finding}")
     if not found.findings:
         say("Nothing was found. That is not a promise.")
-    norms = sorted(found.norms)
+    norms = [n for n in found.norms if isfinite(n)]
     out.print(
         f"clip {found.clip:g}, noise multiplier {found.sigma:.4g}, {found.steps} steps, {found.trained} trained weights"
     )
-    out.print(f"norms of a text's gradient: {norms[0]:.3g} to {norms[-1]:.3g}, median {norms[len(norms) // 2]:.3g}")
+    if len(norms) == len(found.norms):
+        out.print(f"norms of a text's gradient: {min(norms):.3g} to {max(norms):.3g}, median {median(norms):.3g}")
     if found.signal_to_noise is not None and found.after is not None:
         least = f", at least {found.least:.2g} by the 95 % interval" if found.least else ""
         out.print(f"signal over noise: {found.signal_to_noise:.2g} in a step, {found.after:.2g} after all steps{least}")

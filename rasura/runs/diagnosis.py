@@ -189,7 +189,8 @@ def _of_norms(found: _Look, carrier: Mechanism, optimizer: torch.optim.Optimizer
                 "float32, or start from other weights."]  # fmt: skip
     middle, out = median(found.norms), []
     if not middle:
-        return ["Half of the texts have a gradient of zero: the loss does not depend on what is trained."]
+        return ["At least half of the texts have a gradient of zero: their loss does not depend on what is trained. A "
+                "causal model predicts nothing in a text of one token."]  # fmt: skip
     if carrier.name == "dp-sgd" and found.clip < middle / FAR:
         out.append(f"The clip {found.clip:g} is {middle / found.clip:.0f} times below the median norm of a text's gradient "
             f"({middle:.3g}): texts that are already right push nearly as hard as those that are wrong.")  # fmt: skip
