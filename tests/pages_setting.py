@@ -20,8 +20,10 @@ from rasura.report.training import render_training
 from rasura.runs.plans import Plan
 
 PLAN = {**Plan(data="my notes.jsonl").canonical(), "attacks": ["blind", "span"], "limit": MANY}
-METHODS = {name: {"about": s.about, "guarantee": s.guarantee, "calibrated": "yes" if s.strength else "no"}
-           for name, s in DEFENSES.items()}  # fmt: skip
+METHODS = {
+    name: {"about": s.about, "guarantee": s.guarantee} | ({"figure": ",".join(s.strength.keys)} if s.strength else {})
+    for name, s in DEFENSES.items()
+}
 SITTING: Mapping[str, Any] = {
     "began": "2026-11-23T08:05:00.000001+00:00", "command": "rasura audit notes.jsonl --out runs/audit", "code": "c0de",
     "machine": "a laptop", "packages": {"torch": "2.6"},

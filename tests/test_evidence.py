@@ -17,6 +17,7 @@ from browser_setting import BREAKS, axe, in_browser
 from rows import GUESS, MANY, READ, column, record
 
 from rasura.cli import app
+from rasura.core.options import opened
 from rasura.core.records import MASK
 from rasura.core.run_store import RunStore
 from rasura.registry import DEFENSES, family
@@ -33,8 +34,10 @@ from rasura.runs.plans import Plan
 __all__ = ["model_folder"]
 
 PLAN = {**Plan(data="my notes.jsonl").canonical(), "attacks": ["blind", "span"], "limit": 3}
-METHODS = {name: {"about": s.about, "guarantee": s.guarantee, "calibrated": "yes" if s.strength else "no"}
-           for name, s in DEFENSES.items()}  # fmt: skip
+METHODS = {
+    name: {"about": s.about, "guarantee": s.guarantee} | ({"figure": ",".join(s.strength.keys)} if s.strength else {})
+    for name, s in DEFENSES.items()
+}
 MADE = Made(
     ({"began": "2026-11-23T08:05:00.000001+00:00", "command": "rasura audit", "code": "c0de", "machine": "a laptop",
       "packages": {"torch": "2.6"}},),
@@ -103,6 +106,29 @@ def test_what_was_read_leads_to_a_stronger_setting_or_to_another_protection() ->
     assert "does not stop" in says and parsed(words)["defense"] == "frozen-embeddings+accumulate:1.0d"
     assert "sealing:all/by=secagg" in says and "at least three clients" in says and "With fewer" in says
     assert step_of(rows, "none")[1][1] == "audit"
+
+
+@pytest.mark.parametrize(
+    ("defense", "searched"),
+    [
+        ("dp-sgd:0.1/clip=0.5", "dp-sgd/clip=0.5"),
+        ("frozen-embeddings+directional:50/blocks=parameters", "frozen-embeddings+directional/blocks=parameters"),
+        ("sealing:param=0.1/scheme=bfv", "sealing:param/scheme=bfv"),
+        ("sealing:sens=0.1", "sealing:sens"),
+    ],
+)
+def test_a_stronger_setting_is_one_of_the_same_protection(defense: str, searched: str) -> None:
+    """Its options stay: the search was for another clip, other blocks, another significance."""
+    says, words = step_of([*READ, *column("span", defense, [1.0] * MANY)], defense)
+    assert "weakest setting that holds" in says and parsed(words)["defense"] == searched
+    found = family(searched)
+    assert opened(found.setting(0.5).split("+")[-1], found.strength.keys) == searched.split("+")[-1]
+
+
+@pytest.mark.parametrize("defense", ["sealing:all", "dp-sgd:0.1+pruning:0.5"])
+def test_what_has_no_figure_to_find_or_two_leads_to_another_protection(defense: str) -> None:
+    says, words = step_of([*READ, *column("span", defense, [1.0] * MANY)], defense)
+    assert "does not stop" in says and "calibrate" not in words
 
 
 def test_what_was_not_measured_leads_to_the_attacks_that_know_it_or_says_that_there_are_none() -> None:

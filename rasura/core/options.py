@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from rasura.core.errors import InputError
@@ -12,6 +12,23 @@ from rasura.core.errors import InputError
 def name_of(part: str) -> str:
     """The name in one part of a protection: ``"dp-sgd"`` of ``"dp-sgd:1.0/clip=0.5"``."""
     return part.strip().partition(":")[0].partition("/")[0]
+
+
+def opened(part: str, keys: Collection[str] = ()) -> str | None:
+    """One part of a protection with the value of its figure left out, as ``rasura calibrate`` takes it:
+    ``dp-sgd/clip=0.5`` of ``dp-sgd:0.1/clip=0.5``. ``keys``: the options that can be that figure; without any, it is the
+    value after the colon. None where ``part`` gives no such value.
+
+    >>> opened("sealing:param=0.1/scheme=bfv", ("grad", "param"))
+    'sealing:param/scheme=bfv'
+    """
+    head, *rest = part.strip().split("/")
+    name, _, value = head.partition(":")
+    if not keys:
+        return "/".join([name, *rest]) if value else None
+    found = [value, *rest]
+    left = [o.partition("=")[0] if "=" in o and o.partition("=")[0] in keys else o for o in found]
+    return None if left == found else f"{name}:{'/'.join(left)}"
 
 
 def options(name: str, text: str, usual: Mapping[str, Any]) -> dict[str, Any]:

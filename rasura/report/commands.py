@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rasura.core.options import opened
 from rasura.core.records import ACTIVE_THREATS, MASK
 from rasura.report.language import recorded, tell
 from rasura.report.matrix import SUMMED, Findings
@@ -182,14 +183,14 @@ def _measure(v: Verdict, plan: Mapping[str, Any], records: Sequence[Mapping[str,
 
 def _strengthen(v: Verdict, f: Findings, plan: Mapping[str, Any], methods: Mapping[str, Any]) -> Step:
     names, parts = names_of(v.defense), v.defense.split("+")
-    able = [k for k, name in enumerate(names) if methods.get(name, {}).get("calibrated") == "yes"]
-    if len(able) == 1 and plan.get("kind") != "service" and v.guess is not None:
-        (place,) = able
-        # calibrate looks for the figure of the part whose value is left out.
-        opened = "+".join([*parts[:place], names[place], *parts[place + 1 :]])
+    figured = [k for k, name in enumerate(names) if "figure" in methods.get(name, {})]
+    keys = [key for k in figured for key in methods[names[k]]["figure"].split(",") if key]
+    left = opened(parts[figured[0]], keys) if len(figured) == 1 else None
+    if left is not None and plan.get("kind") != "service" and v.guess is not None:
+        setting = "+".join([*parts[: figured[0]], left, *parts[figured[0] + 1 :]])
         at_most = math.ceil(round(100 * (v.guess.mean + HOLDS_WITHIN), 6)) / 100
         if at_most < 1:
-            made = {"attacks": [a for a in plan["attacks"] if a != "blind"], "defenses": [opened], "at-most": at_most}
+            made = {"attacks": [a for a in plan["attacks"] if a != "blind"], "defenses": [setting], "at-most": at_most}
             made["limit"] = max(texts_needed(HOLDS_WITHIN), plan["limit"])
             says = tell("Find the weakest setting that holds.") + _own_file(plan)
             return Step(says, command("calibrate", _named(plan), OF_CALIBRATION, **made))

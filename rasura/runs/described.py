@@ -34,7 +34,7 @@ def describe_run(
     names = {name.partition("/")[0] for text in protections for name, _ in parts(text)}
     told = {
         name: {"about": spec.about, "source": spec.source, "guarantee": getattr(spec, "guarantee", "none")}
-        | {"calibrated": "yes" if getattr(spec, "strength", None) else "no"}
+        | ({"figure": ",".join(spec.strength.keys)} if isinstance(spec, DefenseSpec) and spec.strength else {})
         for name in sorted(names)
         if (spec := defenses.get(name)) is not None
     }
