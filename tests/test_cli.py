@@ -57,6 +57,21 @@ def test_the_gate_s_exit_codes(tmp_path: Path, model_folder: Path) -> None:
     assert "--fail-above is nan" in refused(*common[:-1], "nan", "--out", tmp_path / "nan")
 
 
+def test_no_text_is_printed_with_an_emoji_in_place_of_its_words(capsys: pytest.CaptureFixture[str]) -> None:
+    from rich.table import Table
+
+    from rasura.cli.shared import err, out, say
+
+    name = "directional:100: a guarantee"  # ":100:" is the name of an emoji
+    table = Table("defense")
+    table.add_row(name)
+    for console in (out, err):
+        say(name, to=console)
+        console.print(table)
+    told = capsys.readouterr()
+    assert told.out.count(name) == told.err.count(name) == 2
+
+
 def captured(tmp_path: Path, folder: Path) -> Path:
     victim = rasura.load(folder, "classification")
     batch = victim.tokenizer([TEXTS[0]], return_tensors="pt")

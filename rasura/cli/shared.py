@@ -28,8 +28,8 @@ app = typer.Typer(
 )
 protect = typer.Typer(no_args_is_help=True, help="Apply a protection: ghost to texts, or obfuslm to a model.")
 app.add_typer(protect, name="protect")
-out = Console()
-err = Console(stderr=True)
+out = Console(emoji=False)
+err = Console(stderr=True, emoji=False)
 
 TextColumn = Annotated[str | None, typer.Option(help="column of the text, if its name is not recognised")]
 PairColumn = Annotated[str | None, typer.Option(help="column of the second text of a pair; none ignores it")]
