@@ -15,7 +15,8 @@ from audit_setting import TEXTS, model_folder
 from commands import rasura_command, refused, refused_process
 from safetensors.torch import load_file
 from training_setting import RECIPE, figures, fine_tuning, notes, rows
-from transformers import get_scheduler
+from training_setting import text as text_number
+from transformers import AutoModelForSequenceClassification, get_scheduler
 
 from rasura.core.interfaces import InputError
 from rasura.core.rng import generator
@@ -26,6 +27,7 @@ from rasura.runs.train_plan import TrainPlan
 from rasura.runs.training import Training
 from rasura.testing.tiny import VOCABULARY, tiny
 from rasura.victims.batching import batches, joined, split
+from rasura.victims.loading import load
 from rasura.victims.outputs import nats
 from rasura.victims.protected_rows import protected
 from rasura.victims.recipe import Recipe
@@ -244,6 +246,33 @@ def test_adapters_are_trained_alone_and_saved_as_adapters(tmp_path: Path, model_
     saved = load_file(tmp_path / "run" / "none-0" / "model" / "adapter_model.safetensors")
     assert any("lora_B" in n and bool(w.any()) for n, w in saved.items())
     assert all("lora" in n or "classifier" in n for n in saved) and result["lora"] == 2
+
+
+@pytest.mark.parametrize("lora", [0, 2])
+def test_a_trained_model_names_its_classes_an_adapter_too(tmp_path: Path, model_folder: Path, lora: int) -> None:
+    pytest.importorskip("peft")
+    rows = [{"text": text_number(k), "label": ("bad", "good")[k % 2]} for k in range(12)]
+    data, others = tmp_path / "named.jsonl", tmp_path / "others.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    others.write_text("".join(json.dumps(row) + "\n" for row in rows if row["label"] == "good"))
+    plan = TrainPlan(str(data), model=str(model_folder), lora=lora, recipe=Recipe(epochs=1, batch_size=4))
+    list(Training(plan, tmp_path / "run").run())
+    trained = str(tmp_path / "run" / "none-0" / "model")
+    assert {e.label for e in load_examples(others, model=trained)} == {1}, "good is the second class of the trained model"
+    assert load(trained, "classification").num_labels == 2
+    assert AutoModelForSequenceClassification.from_pretrained(trained).num_labels == 2
+
+
+def test_an_adapter_without_names_has_those_of_its_base(tmp_path: Path) -> None:
+    base, adapter, data = tmp_path / "base", tmp_path / "adapter", tmp_path / "good.jsonl"
+    for folder, name, content in (
+        (base, "config.json", {"id2label": {"0": "bad", "1": "good"}}),
+        (adapter, "adapter_config.json", {"base_model_name_or_path": str(base)}),
+    ):
+        folder.mkdir()
+        (folder / name).write_text(json.dumps(content))
+    data.write_text(json.dumps({"text": "Alpha met Bravo .", "label": "good"}) + "\n")
+    assert [e.label for e in load_examples(data, model=str(adapter))] == [1]
 
 
 def test_passes_in_bfloat16_train_weights_in_float32(tmp_path: Path) -> None:

@@ -29,6 +29,12 @@ LABEL = ("label", "labels", "class", "category", "target", "sentiment", "klasse"
 NAMES = "label_text"
 """Column with the name of each row's label, beside ``label`` with its number."""
 
+CLASSES = "classes.json"
+"""The file beside a trained adapter that names its classes, as the configuration of a model does."""
+
+ADAPTER, BASE = "adapter_config.json", "base_model_name_or_path"
+"""The configuration of an adapter, and where it names the model that it is for."""
+
 MAX_CLASSES = 10_000
 """Labels are below this limit, so that no huge head is made for a number that is not a label."""
 
@@ -230,13 +236,18 @@ def _whole(value: Any, place: str) -> int | None:
 
 
 def model_classes(model: str) -> tuple[str, ...]:
-    """Names of the classes that a model's folder gives; empty for a hub id, and where they are ``LABEL_0`` and so on."""
+    """Names of the classes that a model's folder gives, or that of an adapter's base model; empty for a hub id, and where
+    they are ``LABEL_0`` and so on."""
+    folder = Path(model)
     try:
-        path = Path(model) / "config.json"
-        found: Any = json.loads(path.read_text(encoding="utf-8")) if path.stat().st_size < 1 << 24 else {}
-        return class_names(found["id2label"])
+        path = next((p for p in (folder / "config.json", folder / CLASSES) if p.exists()), None)
+        return class_names(_read(path or Path(_read(folder / ADAPTER)[BASE]) / "config.json")["id2label"])
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return ()
+
+
+def _read(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8")) if path.stat().st_size < 1 << 24 else {}
 
 
 def class_names(id2label: Any) -> tuple[str, ...]:

@@ -17,11 +17,13 @@ from torch import nn
 
 from rasura.accounting import Ledger, assumes_poisson, carries, sampling_for
 from rasura.core.batches import Batch
-from rasura.core.files import name_for
+from rasura.core.files import name_for, write_whole
 from rasura.core.interfaces import Defense, InputError
 from rasura.core.local import Adapter
 from rasura.core.provenance import sitting
+from rasura.core.records import canonical
 from rasura.core.rng import Randomness, generator, seeded
+from rasura.data.columns import CLASSES
 from rasura.data.overlap import texts_hash
 from rasura.data.text import Example, columns_of, data_hash, encode, load_examples
 from rasura.metrics.learned import majority
@@ -194,7 +196,7 @@ class Training:
         if service is not None:
             save_model(model, str(place / SERVED))
         elif (saved := getattr(model, "save_pretrained", None)) is not None:
-            self._name_classes(model)
+            self._name_classes(model, place / "model")
             saved(place / "model", safe_serialization=True)
             victim.tokenizer.save_pretrained(place / "model")
         result = {
@@ -232,13 +234,17 @@ class Training:
             told["unit"] = {"column": self.plan.unit, "persons": len(persons), "most_texts": max(persons.values())}
         return told
 
-    def _name_classes(self, model: nn.Module) -> None:
-        """Write the class names into the saved model's folder, so that they are read in the same way from then on."""
+    def _name_classes(self, model: nn.Module, folder: Path) -> None:
+        """Write the class names into the saved model's ``folder``, so that they are read in the same way from then on. An
+        adapter has no configuration of a model, so they get a file there."""
         config: Any = getattr(model, "config", None)
         if self.plan.task == "classification" and self.label_names and config is not None:
             names = [*self.label_names, *(f"unused {k}" for k in range(len(self.label_names), self.labels))]
             config.id2label = dict(enumerate(names))
             config.label2id = {name: k for k, name in enumerate(names)}
+            if self.plan.lora:
+                folder.mkdir(exist_ok=True)
+                write_whole(folder / CLASSES, canonical({"id2label": config.id2label}) + "\n")
 
     def _figures(self, model: nn.Module, rows: Sequence[Batch]) -> dict[str, float]:
         with seeded(self.plan.recipe.seed):  # where a service draws noise, the same for every epoch
