@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from audit_setting import model_folder
 from safetensors.torch import load_file, save_file
 from training_setting import RECIPE, figures, fine_tuning, notes, rows
@@ -16,6 +17,7 @@ from training_setting import RECIPE, figures, fine_tuning, notes, rows
 from rasura.accounting import Ledger, Run, epsilon
 from rasura.accounting.ledger import counted
 from rasura.core.batches import Batch
+from rasura.core.files import make_private
 from rasura.core.interfaces import InputError
 from rasura.registry import parse_defense
 from rasura.runs.train_plan import TrainPlan
@@ -73,6 +75,35 @@ def test_an_interrupted_training_goes_on_counting(tmp_path: Path) -> None:
     save_file(load_file(str(path)), str(path), metadata={"history": "{}"})
     with pytest.raises(InputError, match="has no ledger, so earlier releases are unknown"):
         run(tmp_path).run()
+
+
+@pytest.mark.parametrize("files", [3, 4])
+def test_the_epoch_to_keep_is_one_that_was_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: int) -> None:
+    """Its weights were those of steps that no ledger has, where the run was killed between two files: with secret noise the
+    epoch is another one when it is repeated."""
+    values, weights = iter([0.5, 0.9, 0.4, 0.4, 0.4]), dict[float, dict[str, torch.Tensor]]()
+
+    def judged(model: torch.nn.Module, _: Any) -> dict[str, float]:
+        value = next(values)
+        weights[value] = {n: p.detach().clone() for n, p in model.named_parameters()}
+        return {"accuracy": value}
+
+    written: list[Any] = []
+
+    def killed(*about: Any) -> None:
+        make_private(*about)
+        written.append(about)
+        if len(written) == files:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("training_setting.figures", judged)
+    monkeypatch.setattr(train, "make_private", killed)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path).run()
+    resumed = run(tmp_path)
+    best = resumed.run().best
+    assert best is not None and resumed.ledger.releases == 9
+    assert all(torch.equal(p, weights[best][n]) for n, p in resumed.model.named_parameters())
 
 
 def test_batches_of_a_guarantee_do_not_depend_on_the_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -205,7 +205,6 @@ class FineTuning:
         weights = {n: p.detach().cpu().contiguous() for n, p in self.trained.items()}
         if better:
             h.best, h.best_epoch = value, h.epoch
-            make_private(self.folder / "best.safetensors", partial(save_file, weights))
         moments = {
             f"{name}/{key}": value.detach().cpu().contiguous()
             for name, parameter in self.trained.items()
@@ -213,13 +212,21 @@ class FineTuning:
         }
         last = {**{f"weight/{n}": w for n, w in weights.items()}, **{f"moment/{n}": m for n, m in moments.items()}}
         about = {"history": json.dumps(vars(h)), "kept": "{}"}
-        if self.order is None:
-            about["kept"] = json.dumps(self.kept, default=_unstored)
+        about |= {"kept": json.dumps(self.kept, default=_unstored)} if self.order is None else {}
         if self.ledger is not None:
             about["ledger"] = json.dumps(self.ledger.state_dict())
         if self.canaries is not None:
             about["canaries"] = json.dumps(self.canaries.state_dict())
         make_private(self.folder / "last.safetensors", partial(save_file, last, metadata=about))
+        self._keep_best(weights)
+
+    def _keep_best(self, weights: Mapping[str, Tensor]) -> None:
+        """Keep ``weights``, of the last epoch, if it is the best: after the file that says so, as an epoch is repeated
+        that has none."""
+        from safetensors.torch import save_file
+
+        if self.history.best_epoch == self.history.epoch:
+            make_private(self.folder / "best.safetensors", partial(save_file, dict(weights)))
 
     def _resume(self) -> None:
         from safetensors import safe_open
@@ -241,7 +248,9 @@ class FineTuning:
             self.canaries.load_state_dict(json.loads(about["canaries"]))
         self.history = History(**json.loads(about["history"]))
         self.kept = json.loads(about.get("kept", "{}"))
-        self._put({name: found[f"weight/{name}"] for name in self.trained})
+        weights = {name: found[f"weight/{name}"] for name in self.trained}
+        self._put(weights)
+        self._keep_best(weights)
         for name, parameter in self.trained.items():
             prefix = f"moment/{name}/"
             state = {k.removeprefix(prefix): t for k, t in found.items() if k.startswith(prefix)}
