@@ -184,7 +184,9 @@ def test_a_table_of_a_study_says_what_was_not_measured_and_what_chose_the_epoch(
     assert spread_text([0.5, 0.7], "accuracy") == "60.0 [50.0, 70.0]"
     assert spread_text([0.5, None], "accuracy") == spread_text([math.nan], "accuracy") == "not measured"
     test, held = result(0.5), result(0.5, 20)
-    assert _chance(["accuracy"], [test]) == ", where 95 % of chance is ±9.8 of accuracy"
+    assert _chance(["accuracy"], [test]) == ", where 95 % of chance is ±10.2 of accuracy"
+    every = _chance(["accuracy"], [result(1.0, n=20)])
+    assert every == ", where 95 % of chance is ±16.8 of accuracy", "twenty that are all right are not right for certain"
     assert _chance(["accuracy"], [test, held]) == ", which also chose the epoch, so that figures are optimistic"
     assert _chance(["accuracy"], [result(None)]) == _chance(["loss"], [test]) == ""
 

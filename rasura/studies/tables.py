@@ -11,7 +11,7 @@ from typing import Any
 from rasura.core.files import write_whole
 from rasura.core.records import CLIENT
 from rasura.core.rounding import above
-from rasura.metrics.learned import epochs_compared, has_figures
+from rasura.metrics.learned import accuracy_interval, epochs_compared
 from rasura.metrics.membership import auc_bound
 from rasura.metrics.utility import HIGHER_IS_BETTER
 from rasura.report.promises import stated
@@ -212,15 +212,13 @@ def _worth_of_services(study: Study, useful: Sequence[str], worth: Sequence[Mapp
 
 
 def _chance(metrics: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
-    """Half of a 95 % interval of the accuracy, where it is among ``metrics``, at its widest over ``rows``; or, in its place,
-    that the texts chose the epoch, so that there is no such interval."""
+    """How far a 95 % interval of the accuracy goes at most, where it is among ``metrics``, at its widest over ``rows``; or,
+    in its place, that the texts chose the epoch, so that there is no such interval."""
     if any(epochs_compared(r) != 1 for r in rows):
         return ", which also chose the epoch, so that figures are optimistic"
-    rights = [r["after"]["accuracy"] for r in rows if has_figures(r)] if "accuracy" in metrics else []
-    if not rights:
-        return ""
-    worst = max(right * (1 - right) for right in rights)
-    return f", where 95 % of chance is ±{196 * (worst / rows[0]['n_test']) ** 0.5:.1f} of accuracy"
+    ends = [(r["after"]["accuracy"], accuracy_interval(r)) for r in rows] if "accuracy" in metrics else []
+    widest = max((max(right - e[0], e[1] - right) for right, e in ends if e is not None), default=None)
+    return "" if widest is None else f", where 95 % of chance is ±{100 * widest:.1f} of accuracy"
 
 
 def head(study: Study, plan: Plan | TrainPlan | ServicePlan, about: str, columns: Sequence[str]) -> list[str]:
