@@ -47,6 +47,17 @@ def checked(figures: Mapping[str, float], epoch: int, learning_rate: float) -> M
     # A perplexity is beyond floating point where a loss is large.
     if all(math.isfinite(value) for name, value in figures.items() if name != "perplexity"):
         return figures
+    raise diverged("the figures on the held-out texts are not numbers", epoch, learning_rate)
+
+
+def diverged(what: str, epoch: int, learning_rate: float) -> InputError:
+    """The error of a training that ends in ``epoch``, since ``what``."""
+    return InputError(f"{what} in epoch {epoch}; lower the learning rate ({learning_rate})")
+
+
+def unstored(state: object) -> str:
+    """Raises ``InputError`` for a ``state`` that is no plain value, which ``json`` hands over."""
+    kind = type(state).__name__
     raise InputError(
-        f"the figures on the held-out texts are not numbers in epoch {epoch}; lower the learning rate ({learning_rate})"
+        f"the aggregation keeps a {kind} from step to step; expected numbers, which a resumed training can read"
     )

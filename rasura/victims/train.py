@@ -15,13 +15,14 @@ from torch import Tensor, nn
 from rasura.accounting import Draw, Ledger
 from rasura.core.accumulation import counted, gathered, needed_tokens
 from rasura.core.batches import Batch
+from rasura.core.errors import NotApplicable
 from rasura.core.files import make_private, write_whole
 from rasura.core.interfaces import Defense, InputError
 from rasura.core.rng import Randomness, SecretGenerator, generator, secret_generator
 from rasura.core.values import Stage, Task, Vocabulary
 from rasura.victims.batching import batches, by_person, drawn, joined, none_of
 from rasura.victims.fixed_order import FixedOrder, ordered
-from rasura.victims.history import Canaries, History, checked
+from rasura.victims.history import Canaries, History, checked, diverged, unstored
 from rasura.victims.recipe import Recipe
 from rasura.victims.step import Kept, defended, step
 
@@ -136,12 +137,15 @@ class FineTuning:
                 draw = self.order.take(part)
             record = self._recorded(draw, rng)
             defense, released = self._among(draw)
-            with torch.autocast(device.type, dtype=torch.bfloat16, enabled=self.recipe.precision == "bf16"):
-                taken = step(
-                    self.model, batch, defense, task=self.task, vocabulary=self.vocabulary, rng=rng,
-                    expected=min(size, units) if self.poisson or self.order else None, record=record,
-                    most=self.recipe.physical_batch_size, counts=counts, kept=self.kept,
-                )  # fmt: skip
+            try:
+                with torch.autocast(device.type, dtype=torch.bfloat16, enabled=self.recipe.precision == "bf16"):
+                    taken = step(
+                        self.model, batch, defense, task=self.task, vocabulary=self.vocabulary, rng=rng,
+                        expected=min(size, units) if self.poisson or self.order else None, record=record,
+                        most=self.recipe.physical_batch_size, counts=counts, kept=self.kept,
+                    )  # fmt: skip
+            except NotApplicable:
+                raise diverged("the update of a step is not finite", epoch + 1, self.recipe.learning_rate) from None
             released()
             for name, gradient in taken.message.gradients.items():
                 held.setdefault(name, []).append(gradient)
@@ -150,9 +154,7 @@ class FineTuning:
                 self._stepped(held, number + 1 - first, (epoch + first / len(parts)) / self.recipe.epochs)
                 held = {}
             if not math.isfinite(taken.loss):
-                raise InputError(
-                    f"the loss is not a number in epoch {epoch + 1}; lower the learning rate ({self.recipe.learning_rate})"
-                )
+                raise diverged("the loss is not a number", epoch + 1, self.recipe.learning_rate)
             losses += [taken.loss] if part else []
         return sum(losses) / max(1, len(losses))
 
@@ -212,7 +214,7 @@ class FineTuning:
         }
         last = {**{f"weight/{n}": w for n, w in weights.items()}, **{f"moment/{n}": m for n, m in moments.items()}}
         about = {"history": json.dumps(vars(h)), "kept": "{}"}
-        about |= {"kept": json.dumps(self.kept, default=_unstored)} if self.order is None else {}
+        about |= {"kept": json.dumps(self.kept, default=unstored)} if self.order is None else {}
         if self.ledger is not None:
             about["ledger"] = json.dumps(self.ledger.state_dict())
         if self.canaries is not None:
@@ -267,13 +269,6 @@ class FineTuning:
         write_whole(self.folder / "result.json", json.dumps(result, indent=1) + "\n")
         for name in ("last.safetensors", "best.safetensors"):
             (self.folder / name).unlink(missing_ok=True)
-
-
-def _unstored(state: object) -> str:
-    kind = type(state).__name__
-    raise InputError(
-        f"the aggregation keeps a {kind} from step to step; expected numbers, which a resumed training can read"
-    )
 
 
 def local(defense: Defense) -> Defense:
