@@ -13,6 +13,7 @@ from training_setting import notes
 
 from rasura.core.files import name_for
 from rasura.core.interfaces import InputError
+from rasura.report.promises import promises
 from rasura.report.training import UNKNOWN, render_training, sides, trainings, verdict
 from rasura.runs.train_plan import TrainPlan
 from rasura.runs.trained import folder_of
@@ -63,6 +64,17 @@ def test_two_protections_whose_names_differ_in_capitals_have_their_own_trainings
     with pytest.raises(InputError, match=r"under santext.*EN.txt with another content of its file; choose another --out"):
         Training(again, tmp_path / "run")
     assert [r["defense"] for r in Training(replace(again, defenses=(GERMAN,)), tmp_path / "run").run()] == [GERMAN]
+
+
+@pytest.mark.parametrize("more", [{}, {"target_epsilon": 3.0, "delta": 1e-3}])
+def test_a_protection_that_is_named_twice_is_trained_and_told_once(
+    tmp_path: Path, model_folder: Path, more: dict[str, float]
+) -> None:
+    pytest.importorskip("dp_accounting")
+    names = ("dp-sgd",) * 2 if more else ("none", "dp-sgd:1.0", "none", "dp-sgd:1.0")
+    results = list(Training(plan_for(tmp_path, model_folder, defenses=names, **more), tmp_path / "run").run())
+    assert len(results) == len({r["defense"] for r in results}) == len(set(names))
+    assert all("together" not in line for side in sides(results) for line in promises(side.results))
 
 
 def test_the_result_of_another_training_is_refused(tmp_path: Path, model_folder: Path) -> None:

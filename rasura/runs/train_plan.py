@@ -85,11 +85,12 @@ class TrainPlan:
         return max(1, round(self.holdout * count))
 
     def with_noise_for(self, examples: int) -> TrainPlan:
-        """This plan with the noise that its target epsilon needs for ``examples`` training texts, or persons."""
-        if self.target_epsilon is None:
-            return self
-        run = self.run(examples)
-        return replace(self, defenses=solved_all(self.defenses, self.target_epsilon, run), target_epsilon=None)
+        """This plan with the noise that its target epsilon needs for ``examples`` training texts, or persons, and with each
+        defense once: a training that is counted twice would be two models."""
+        found, target = self.defenses, self.target_epsilon
+        solved = found if target is None else solved_all(found, target, self.run(examples))
+        once = tuple(dict.fromkeys(solved))
+        return self if (once, target) == (found, None) else replace(self, defenses=once, target_epsilon=None)
 
     @cached_property
     def protections(self) -> Mapping[str, ServiceProtection]:
