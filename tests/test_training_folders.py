@@ -13,6 +13,9 @@ from training_setting import notes
 
 from rasura.core.files import name_for
 from rasura.core.interfaces import InputError
+from rasura.core.values import Mechanism, Stage
+from rasura.defenses.compression import sign
+from rasura.registry import DEFENSES
 from rasura.report.promises import promises
 from rasura.report.training import UNKNOWN, render_training, sides, trainings, verdict
 from rasura.runs.train_plan import TrainPlan
@@ -61,7 +64,9 @@ def test_two_protections_whose_names_differ_in_capitals_have_their_own_trainings
         words.write("w275 1 2 3\n")
     with pytest.raises(InputError, match=r"a file of santext.*EN.txt has changed since the run began"):
         training.service(ENGLISH, training.victim(0), 0)
-    with pytest.raises(InputError, match=r"under santext.*EN.txt with another content of its file; choose another --out"):
+    with pytest.raises(
+        InputError, match=r"under santext.*EN.txt with another content of its file, or other code; choose another --out"
+    ):
         Training(again, tmp_path / "run")
     assert [r["defense"] for r in Training(replace(again, defenses=(GERMAN,)), tmp_path / "run").run()] == [GERMAN]
 
@@ -75,6 +80,25 @@ def test_a_protection_that_is_named_twice_is_trained_and_told_once(
     results = list(Training(plan_for(tmp_path, model_folder, defenses=names, **more), tmp_path / "run").run())
     assert len(results) == len({r["defense"] for r in results}) == len(set(names))
     assert all("together" not in line for side in sides(results) for line in promises(side.results))
+
+
+def test_a_training_is_not_read_as_that_of_other_code(
+    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def halved(times: int) -> None:
+        made = replace(sign(), mechanism=Mechanism(f"{times}", Stage.WIRE))
+        monkeypatch.setitem(DEFENSES.specs, "halved", replace(DEFENSES["sign"], name="halved", make=lambda: made))
+
+    def trained(*names: str) -> list[str]:
+        plan = plan_for(tmp_path, model_folder, defenses=names)
+        return [r["mechanism"][0]["name"] for r in Training(plan, tmp_path / "run").run() if r["defense"] == "halved"]
+
+    halved(1)
+    assert trained("none", "halved") == trained("halved") == ["1"]
+    halved(2)
+    with pytest.raises(InputError, match="a training under halved with another content of its file, or other code"):
+        trained("none", "halved")
+    assert trained("none") == []
 
 
 def test_the_result_of_another_training_is_refused(tmp_path: Path, model_folder: Path) -> None:

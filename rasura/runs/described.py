@@ -61,6 +61,15 @@ def code_of(own: Iterable[MethodSpec]) -> str:
     return identity_of(told) if told else "none"
 
 
+def codes_of(protections: Iterable[str], service: bool) -> dict[str, str]:
+    """A fingerprint of the methods that are not Rasura's own in each of ``protections``, of updates or of a ``service``,
+    that has any, by its text."""
+    known = KINDS["service-protections" if service else "defenses"]
+    named = {text: {text.partition(":")[0], *(name for name, _ in parts(text))} for text in protections}
+    own = {text: [known[n] for n in sorted(names) if n in known and not _shipped(known[n])] for text, names in named.items()}
+    return {text: code_of(some) for text, some in own.items() if some}
+
+
 def own_code(used: Iterable[MethodSpec]) -> dict[str, Mapping[str, str]]:
     """Of what results of services and trained models also depend on: fingerprints of those methods in ``used`` that are not
     Rasura's own, for ``RunStore.describe``."""

@@ -21,18 +21,21 @@ def folder_of(defense: str, seed: int) -> str:
     return f"{name_for(defense)}-{seed}"
 
 
-def claim(folder: Path, about: Mapping[str, Any], rows: Mapping[str, Any], files: Mapping[str, str]) -> None:
+def claim(
+    folder: Path, about: Mapping[str, Any], rows: Mapping[str, Any], files: Mapping[str, str], codes: Mapping[str, str]
+) -> None:
     """Claim ``folder`` for the plan that ``about`` describes. ``rows``: which rows of the file are trained on, and on which
     model training begins: what attacks on membership start from. ``files``: by protection, what it reads (``files_of``).
+    ``codes``: likewise, what of it is not Rasura's own (``codes_of``).
 
     Raises ``InputError`` if the folder belongs to another plan, or holds a training under the same protection with other
-    files, or does not say with which; defenses and seeds may be added.
+    files or code, or does not say with which; defenses and seeds may be added.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "plan.json"
     if path.exists() and json.loads(path.read_text(encoding="utf-8")) != about:
         raise InputError(f"{folder} holds a training with other settings, data or weights; choose another --out")
-    _claim_files(folder, files)
+    _claim_files(folder, {text: ", ".join(filter(None, (files.get(text), codes.get(text)))) for text in {**files, **codes}})
     write_whole(path, canonical(about) + "\n")
     write_whole(folder / "rows.json", canonical(rows) + "\n")
 
@@ -44,7 +47,8 @@ def _claim_files(folder: Path, files: Mapping[str, str]) -> None:
         begun = any(folder.glob(f"{glob.escape(name_for(text))}-*"))
         if held.get(text, None if begun else now) != now:
             raise InputError(
-                f"{folder} holds a training under {text} with another content of its file; choose another --out"
+                f"{folder} holds a training under {text} with another content of its file, or other code; "
+                "choose another --out"
             )
     if files:
         write_whole(path, canonical({**held, **files}) + "\n")

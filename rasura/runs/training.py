@@ -30,6 +30,7 @@ from rasura.metrics.learned import majority
 from rasura.metrics.utility import HIGHER_IS_BETTER, causal, classification, stored
 from rasura.registry.services import check_same, files_of
 from rasura.runs.canary_result import measured
+from rasura.runs.described import codes_of
 from rasura.runs.drawing import numbered
 from rasura.runs.gradient_canaries import GradientCanaries
 from rasura.runs.membership_rows import began
@@ -91,7 +92,8 @@ class Training:
         self.files = files_of(plan.protections)
         cut = {"truncate": plan.truncate, "max_length": plan.max_length}
         start_of = began(victim, plan.model, plan.recipe, cut)
-        claim(self.folder, self.about, {**self.parted, **start_of}, self.files)
+        codes = codes_of(plan.defenses, plan.service)
+        claim(self.folder, self.about, {**self.parted, **start_of}, self.files, codes)
 
     def _ledger(self, parts: Defense, sizes: Sequence[int]) -> Ledger:
         """A ledger for a training under ``parts``, planned for the maximum number of epochs."""
