@@ -358,6 +358,13 @@ def test_utility_stands_beside_the_risk_of_the_same_protection(
     assert isinstance(wrong.exception, InputError) and "none of them" in str(wrong.exception)
 
 
+def test_a_study_names_the_noise_of_its_protections(tmp_path: Path) -> None:
+    """A target epsilon renamed them, so that the table of a finished study ended in a traceback."""
+    folder = study_folder(tmp_path, '[train]\ndata = "a.jsonl"\ndefenses = ["none", "dp-sgd"]\ntarget_epsilon = 3.0\n')
+    with pytest.raises(InputError, match=r"target_epsilon.*write the noise into its name, as dp-sgd:1.0"):
+        load_study("one", folder)
+
+
 def test_a_tradeoff_whose_protections_do_not_pair_is_refused(tmp_path: Path) -> None:
     body = TRADEOFF.replace('["none", "gaussian:1.0"]', '["none"]')
     with pytest.raises(InputError, match="expected pairs"):

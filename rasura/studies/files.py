@@ -197,6 +197,11 @@ def _training(found: Mapping[str, Any], source: str, service: ServicePlan | None
     recipe = {f.name for f in fields(Recipe)}
     for key in found:
         known(f"key in {source}", key, own | recipe)
+    if "target_epsilon" in found:
+        raise InputError(
+            f"{source}: target_epsilon renames protections, which name the rows of a study; leave it out, and for each "
+            "write the noise into its name, as dp-sgd:1.0"
+        )
     values = typed(TrainPlan, {k: v for k, v in found.items() if k in own}, source)
     if "data" not in {**values, **given}:
         raise InputError(f"{source}: train has no data; expected a data file")
