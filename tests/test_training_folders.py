@@ -101,6 +101,17 @@ def test_a_training_is_not_read_as_that_of_other_code(
     assert trained("none") == []
 
 
+def test_two_trainings_at_once_need_two_folders(tmp_path: Path, model_folder: Path) -> None:
+    """One would go on from the epochs of the other, whose releases its ledger has not counted."""
+    plan = plan_for(tmp_path, model_folder, defenses=("none", "dp-sgd:1.0"))
+    first, second = (Training(plan, tmp_path / "run").run() for _ in range(2))
+    begun = next(first)
+    with pytest.raises(InputError, match="being written by another run; wait for it, or choose another name"):
+        next(second)
+    results = [begun, *first]
+    assert list(Training(plan, tmp_path / "run").run()) == results
+
+
 def test_the_result_of_another_training_is_refused(tmp_path: Path, model_folder: Path) -> None:
     training = Training(plan_for(tmp_path, model_folder, service=True), tmp_path / "run")
     (result,) = training.run()

@@ -1,16 +1,18 @@
-"""Where the trainings of ``rasura train`` lie, and the check that a result is that of the training asked for."""
+"""Where the trainings of ``rasura train`` lie, what is written beside a model, and the check that a result is that of the
+training asked for."""
 
 from __future__ import annotations
 
 import glob
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rasura.core.errors import InputError
 from rasura.core.files import name_for, write_whole
 from rasura.core.records import canonical
+from rasura.data.columns import CLASSES
 
 SERVED = "served.safetensors"
 """The weights of a trained service, in the folder of its training."""
@@ -69,3 +71,14 @@ def finished(folder: Path, defense: str, seed: int, test: str) -> dict[str, Any]
             "choose another --out"
         )
     return found
+
+
+def name_classes(config: Any, label_names: Sequence[str], count: int, adapter: Path | None) -> None:
+    """Write the names of ``count`` classes into the configuration of a model, so that they are read in the same way from
+    then on. ``adapter``: the folder of one; it has no configuration of a model, so they get a file there."""
+    names = [*label_names, *(f"unused {k}" for k in range(len(label_names), count))]
+    config.id2label = dict(enumerate(names))
+    config.label2id = {name: k for k, name in enumerate(names)}
+    if adapter is not None:
+        adapter.mkdir(exist_ok=True)
+        write_whole(adapter / CLASSES, canonical({"id2label": config.id2label}) + "\n")

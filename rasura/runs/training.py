@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,11 @@ from torch import nn
 
 from rasura.accounting import Ledger, assumes_poisson, carries, sampling_for
 from rasura.core.batches import Batch
-from rasura.core.files import name_for, write_whole
+from rasura.core.files import appended, name_for
 from rasura.core.interfaces import Defense, InputError
 from rasura.core.local import Adapter
 from rasura.core.provenance import sitting
-from rasura.core.records import canonical
 from rasura.core.rng import Randomness, generator, seeded
-from rasura.data.columns import CLASSES
 from rasura.data.overlap import texts_hash
 from rasura.data.text import Example, columns_of, data_hash, encode, load_examples
 from rasura.metrics.learned import majority
@@ -37,7 +36,7 @@ from rasura.runs.membership_rows import began
 from rasura.runs.noise_target import check_target
 from rasura.runs.scoring import versions
 from rasura.runs.train_plan import TrainPlan, by_chance
-from rasura.runs.trained import SERVED, claim, finished, folder_of
+from rasura.runs.trained import SERVED, claim, finished, folder_of, name_classes
 from rasura.service_protections.service import Service
 from rasura.victims.adapters import with_fresh_adapter
 from rasura.victims.batching import apart, renamed, split
@@ -151,10 +150,13 @@ class Training:
         )
 
     def run(self, progress: Callable[[str, int, int, Mapping[str, float]], None] | None = None) -> Iterator[dict[str, Any]]:
-        """Train under every defense from every seed and yield each result. Finished trainings are read, not repeated."""
+        """Train under every defense from every seed and yield each result. Finished trainings are read, not repeated.
+
+        Raises ``InputError`` while another process trains in the folder.
+        """
         first = self.plan.recipe.seed
-        for defense in self.plan.defenses:
-            for seed in range(first, first + self.plan.seeds):
+        with appended(self.folder / "lock"):
+            for defense, seed in product(self.plan.defenses, range(first, first + self.plan.seeds)):
                 done = finished(self.folder, defense, seed, self.about["test"])
                 yield done or self._one(defense, seed, self.folder / folder_of(defense, seed), progress)
 
@@ -198,7 +200,8 @@ class Training:
         if service is not None:
             save_model(model, str(place / SERVED))
         elif (saved := getattr(model, "save_pretrained", None)) is not None:
-            self._name_classes(model, place / "model")
+            if plan.task == "classification" and self.label_names:
+                name_classes(model.config, self.label_names, self.labels, place / "model" if plan.lora else None)
             saved(place / "model", safe_serialization=True)
             victim.tokenizer.save_pretrained(place / "model")
         result = {
@@ -235,18 +238,6 @@ class Training:
             persons = Counter(owners)
             told["unit"] = {"column": self.plan.unit, "persons": len(persons), "most_texts": max(persons.values())}
         return told
-
-    def _name_classes(self, model: nn.Module, folder: Path) -> None:
-        """Write the class names into the saved model's ``folder``, so that they are read in the same way from then on. An
-        adapter has no configuration of a model, so they get a file there."""
-        config: Any = getattr(model, "config", None)
-        if self.plan.task == "classification" and self.label_names and config is not None:
-            names = [*self.label_names, *(f"unused {k}" for k in range(len(self.label_names), self.labels))]
-            config.id2label = dict(enumerate(names))
-            config.label2id = {name: k for k, name in enumerate(names)}
-            if self.plan.lora:
-                folder.mkdir(exist_ok=True)
-                write_whole(folder / CLASSES, canonical({"id2label": config.id2label}) + "\n")
 
     def _figures(self, model: nn.Module, rows: Sequence[Batch]) -> dict[str, float]:
         with seeded(self.plan.recipe.seed):  # where a service draws noise, the same for every epoch
