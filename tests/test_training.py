@@ -23,6 +23,7 @@ from rasura.core.rng import generator
 from rasura.data.text import load_examples
 from rasura.metrics.utility import causal, classification
 from rasura.registry import parse_defense
+from rasura.runs.candidates import _labelled
 from rasura.runs.train_plan import TrainPlan
 from rasura.runs.training import Training
 from rasura.testing.tiny import VOCABULARY, tiny
@@ -259,7 +260,8 @@ def test_a_trained_model_names_its_classes_an_adapter_too(tmp_path: Path, model_
     list(Training(plan, tmp_path / "run").run())
     trained = str(tmp_path / "run" / "none-0" / "model")
     assert {e.label for e in load_examples(others, model=trained)} == {1}, "good is the second class of the trained model"
-    assert load(trained, "classification").num_labels == 2
+    victim = load(trained, "classification")
+    assert victim.num_labels == 2 and {e.label for e in _labelled(others, victim)} == {1}
     assert AutoModelForSequenceClassification.from_pretrained(trained).num_labels == 2
 
 

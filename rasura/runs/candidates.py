@@ -18,7 +18,7 @@ from rasura.core.local import Local
 from rasura.core.rng import generator, permutation
 from rasura.core.updates import changed
 from rasura.core.values import Observation
-from rasura.data.columns import class_names
+from rasura.data.columns import class_names, model_classes
 from rasura.data.text import Example, encode, load_examples, load_labelled
 from rasura.metrics.intervals import pairs_interval
 from rasura.metrics.membership import Rate, auc, needed, tpr_at
@@ -124,7 +124,7 @@ def _labelled(file: str | Path, victim: Victim) -> list[Example]:
     another text."""
     if victim.task != "classification":
         return list(load_examples(file))
-    classes = class_names(getattr(victim.model.config, "id2label", None))
+    classes = class_names(getattr(victim.model.config, "id2label", None)) or model_classes(victim.name)
     return list(load_labelled(file, classes, victim.name, count=victim.num_labels))
 
 
