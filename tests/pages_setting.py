@@ -21,7 +21,7 @@ from rasura.runs.plans import Plan
 
 PLAN = {**Plan(data="my notes.jsonl").canonical(), "attacks": ["blind", "span"], "limit": MANY}
 METHODS = {
-    name: {"about": s.about, "guarantee": s.guarantee} | ({"figure": ",".join(s.strength.keys)} if s.strength else {})
+    name: {"about": s.about, "guarantee": s.guarantee} | ({"figure": list(s.strength.keys)} if s.strength else {})
     for name, s in DEFENSES.items()
 }
 SITTING: Mapping[str, Any] = {

@@ -35,7 +35,7 @@ __all__ = ["model_folder"]
 
 PLAN = {**Plan(data="my notes.jsonl").canonical(), "attacks": ["blind", "span"], "limit": 3}
 METHODS = {
-    name: {"about": s.about, "guarantee": s.guarantee} | ({"figure": ",".join(s.strength.keys)} if s.strength else {})
+    name: {"about": s.about, "guarantee": s.guarantee} | ({"figure": list(s.strength.keys)} if s.strength else {})
     for name, s in DEFENSES.items()
 }
 MADE = Made(

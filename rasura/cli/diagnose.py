@@ -76,11 +76,11 @@ def diagnose(
         say(f"{number}. {finding}")
     if not found.findings:
         say("Nothing was found. That is not a promise.")
-    norms = [n for n in found.norms if isfinite(n)]
+    norms = found.norms
     out.print(
         f"clip {found.clip:g}, noise multiplier {found.sigma:.4g}, {found.steps} steps, {found.trained} trained weights"
     )
-    if len(norms) == len(found.norms):
+    if all(map(isfinite, norms)):
         out.print(f"norms of a text's gradient: {min(norms):.3g} to {max(norms):.3g}, median {median(norms):.3g}")
     if found.signal_to_noise is not None and found.after is not None:
         least = f", at least {found.least:.2g} by the 95 % interval" if found.least else ""

@@ -32,9 +32,6 @@ NAMES = "label_text"
 CLASSES = "classes.json"
 """The file beside a trained adapter that names its classes, as the configuration of a model does."""
 
-ADAPTER, BASE = "adapter_config.json", "base_model_name_or_path"
-"""The configuration of an adapter, and where it names the model that it is for."""
-
 MAX_CLASSES = 10_000
 """Labels are below this limit, so that no huge head is made for a number that is not a label."""
 
@@ -241,7 +238,9 @@ def model_classes(model: str) -> tuple[str, ...]:
     folder = Path(model)
     try:
         path = next((p for p in (folder / "config.json", folder / CLASSES) if p.exists()), None)
-        return class_names(_read(path or Path(_read(folder / ADAPTER)[BASE]) / "config.json")["id2label"])
+        if path is None:
+            path = Path(_read(folder / "adapter_config.json")["base_model_name_or_path"]) / "config.json"
+        return class_names(_read(path)["id2label"])
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return ()
 

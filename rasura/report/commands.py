@@ -184,10 +184,10 @@ def _measure(v: Verdict, plan: Mapping[str, Any], records: Sequence[Mapping[str,
 def _strengthen(v: Verdict, f: Findings, plan: Mapping[str, Any], methods: Mapping[str, Any]) -> Step:
     names, parts = names_of(v.defense), v.defense.split("+")
     figured = [k for k, name in enumerate(names) if "figure" in methods.get(name, {})]
-    keys = [key for k in figured for key in methods[names[k]]["figure"].split(",") if key]
-    left = opened(parts[figured[0]], keys) if len(figured) == 1 else None
+    place = figured[0] if len(figured) == 1 else None
+    left = None if place is None else opened(parts[place], methods[names[place]]["figure"])
     if left is not None and plan.get("kind") != "service" and v.guess is not None:
-        setting = "+".join([*parts[: figured[0]], left, *parts[figured[0] + 1 :]])
+        setting = "+".join(left if k == place else part for k, part in enumerate(parts))
         at_most = math.ceil(round(100 * (v.guess.mean + HOLDS_WITHIN), 6)) / 100
         if at_most < 1:
             made = {"attacks": [a for a in plan["attacks"] if a != "blind"], "defenses": [setting], "at-most": at_most}

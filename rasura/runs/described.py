@@ -31,11 +31,10 @@ def describe_run(
     The weights are hashed at each call, since they may have changed after the last one. Raises ``InputError`` if the folder
     holds results of other weights, or of anything else that is fixed: a run must not mix two.
     """
-    names = {name.partition("/")[0] for text in protections for name, _ in parts(text)}
     told = {
         name: {"about": spec.about, "source": spec.source, "guarantee": getattr(spec, "guarantee", "none")}
-        | ({"figure": ",".join(spec.strength.keys)} if isinstance(spec, DefenseSpec) and spec.strength else {})
-        for name in sorted(names)
+        | ({"figure": list(spec.strength.keys)} if isinstance(spec, DefenseSpec) and spec.strength else {})
+        for name in _names(protections)
         if (spec := defenses.get(name)) is not None
     }
     reads = {name: {"about": known[name].about, "source": known[name].source} for name in attacks if name in known}
@@ -43,13 +42,16 @@ def describe_run(
     store.describe(about, fixed=("model", *fixed))
 
 
+def _names(protections: Iterable[str]) -> list[str]:
+    return sorted({name.partition("/")[0] for text in protections for name, _ in parts(text)})
+
+
 def own_methods(
     methods: Methods, attacks: Iterable[str], protections: Iterable[str], metrics: Iterable[str]
 ) -> list[MethodSpec]:
     """Those of the named methods that are not Rasura's own: given as objects, or of a plug-in."""
-    names = {name.partition("/")[0] for text in protections for name, _ in parts(text)}
     kinds: tuple[tuple[Mapping[str, MethodSpec], Iterable[str]], ...] = (
-        (methods.attacks, attacks), (methods.defenses, names), (methods.metrics, metrics),
+        (methods.attacks, attacks), (methods.defenses, _names(protections)), (methods.metrics, metrics),
     )  # fmt: skip
     used = [specs[name] for specs, some in kinds for name in sorted(some) if name in specs]
     return [spec for spec in used if not _shipped(spec)]
@@ -65,8 +67,9 @@ def codes_of(protections: Iterable[str], service: bool) -> dict[str, str]:
     """A fingerprint of the methods that are not Rasura's own in each of ``protections``, of updates or of a ``service``,
     that has any, by its text."""
     known = KINDS["service-protections" if service else "defenses"]
-    named = {text: {text.partition(":")[0], *(name for name, _ in parts(text))} for text in protections}
-    own = {text: [known[n] for n in sorted(names) if n in known and not _shipped(known[n])] for text, names in named.items()}
+    # A protection of a service is one name, which may hold a plus.
+    named = {text: sorted({text.partition(":")[0], *_names([text])}) for text in protections}
+    own = {text: [known[n] for n in names if n in known and not _shipped(known[n])] for text, names in named.items()}
     return {text: code_of(some) for text, some in own.items() if some}
 
 

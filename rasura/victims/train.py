@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from rasura.accounting import Draw, Ledger
 from rasura.core.accumulation import counted, gathered, needed_tokens
 from rasura.core.batches import Batch
-from rasura.core.errors import NotApplicable
 from rasura.core.files import make_private, write_whole
-from rasura.core.interfaces import Defense, InputError
+from rasura.core.interfaces import Defense, InputError, NotApplicable
 from rasura.core.rng import Randomness, SecretGenerator, generator, secret_generator
 from rasura.core.values import Stage, Task, Vocabulary
 from rasura.victims.batching import batches, by_person, drawn, joined, none_of
@@ -214,7 +213,8 @@ class FineTuning:
         }
         last = {**{f"weight/{n}": w for n, w in weights.items()}, **{f"moment/{n}": m for n, m in moments.items()}}
         about = {"history": json.dumps(vars(h)), "kept": "{}"}
-        about |= {"kept": json.dumps(self.kept, default=unstored)} if self.order is None else {}
+        if self.order is None:
+            about["kept"] = json.dumps(self.kept, default=unstored)
         if self.ledger is not None:
             about["ledger"] = json.dumps(self.ledger.state_dict())
         if self.canaries is not None:
@@ -222,13 +222,13 @@ class FineTuning:
         make_private(self.folder / "last.safetensors", partial(save_file, last, metadata=about))
         self._keep_best(weights)
 
-    def _keep_best(self, weights: Mapping[str, Tensor]) -> None:
+    def _keep_best(self, weights: dict[str, Tensor]) -> None:
         """Keep ``weights``, of the last epoch, if it is the best: after the file that says so, as an epoch is repeated
         that has none."""
         from safetensors.torch import save_file
 
         if self.history.best_epoch == self.history.epoch:
-            make_private(self.folder / "best.safetensors", partial(save_file, dict(weights)))
+            make_private(self.folder / "best.safetensors", partial(save_file, weights))
 
     def _resume(self) -> None:
         from safetensors import safe_open
