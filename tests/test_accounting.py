@@ -39,6 +39,7 @@ MISPRINTS = {("BERT CoLA", 0): "1.91", ("BERT IMDb", 5): ".047"}
 """1.191 is not between its neighbours' ratios, .072 breaks the row: with these digits both agree."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", TABLE_7)
 def test_table_7_in_paper_mode(row: str) -> None:
     texts, epochs, printed = TABLE_7[row]
@@ -78,6 +79,7 @@ def test_more_noise_fewer_steps_and_rarer_texts_give_away_less() -> None:
     assert epsilon(1.0, 0.05, 100, 1e-6) > base
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("noise", ["gaussian", "laplace"])
 def test_a_noise_that_was_asked_for_never_protects_less(noise: str) -> None:
     run = Run(1000, 50, 2, 1e-4)
@@ -207,6 +209,7 @@ def test_the_command_plans_training_in_a_fixed_order() -> None:
     assert "nothing is sampled" in refused(*asked)
 
 
+@pytest.mark.slow
 def test_epsilon_is_finite_and_falls_with_noise_where_the_library_overflows() -> None:
     # At 0.001 and at 0.1 dp-accounting's own numbers overflow for this run.
     sigmas = (0.001, 0.01, 0.08, 0.1, 0.12, 1.0)

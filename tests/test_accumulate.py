@@ -160,6 +160,7 @@ def test_an_accumulator_refuses_what_it_cannot_add() -> None:
 # --- the audit and training
 
 
+@pytest.mark.slow
 def test_the_audit_sees_the_accumulated_update_of_several_batches(tmp_path: Path, model_folder: Path) -> None:
     plan = plan_for(model_folder, attacks=("blind", "span"), defenses=("none", "accumulate:9", "accumulate:500"))
     prepared = Audit(plan)

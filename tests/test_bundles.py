@@ -36,6 +36,7 @@ def file(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Path:
     return bundle(folder, folder / "bundle.json")
 
 
+@pytest.mark.slow
 def test_every_figure_of_a_run_comes_back(file: Path) -> None:
     again = Reproduction(read_bundle(file))
     cells = again.cells()
@@ -78,6 +79,7 @@ def test_a_cell_without_a_score_has_nothing_to_compare(file: Path, status: str) 
     assert returned(old, Record.from_dict(scored)).word == returned(scored, Record.from_dict(old)).word == DIFFERENT
 
 
+@pytest.mark.slow
 def test_a_run_without_a_score_is_not_said_to_come_back(tmp_path: Path, model_folder: Path) -> None:
     plan = plan_for(model_folder, attacks=("blind", "mask-positions"), defenses=("none",))
     list(audit(plan, out=tmp_path / "run"))

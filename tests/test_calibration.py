@@ -109,6 +109,7 @@ def test_what_is_found_meets_the_target_and_the_next_weaker_does_not(
     assert result["checks"] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("defense", "at_most", "why"),
     [
@@ -142,6 +143,7 @@ def test_the_page_says_it_and_fetches_nothing(done: tuple[Path, dict[str, Any]])
     assert not any(n in html.lower() for n in ("w11 ", "w20")), "it shows no text"
 
 
+@pytest.mark.slow
 def test_resumed_it_is_the_same_and_another_target_measures_little(
     done: tuple[Path, dict[str, Any]], model_folder: Path, notes: Path
 ) -> None:
@@ -189,6 +191,7 @@ def test_least_cost_is_only_said_where_chance_does_not_explain_it() -> None:
     assert "not told from chance" in cheapest({"a": {**loss, "cost": 0.1}, "b": {**loss, "cost": 0.9}})
 
 
+@pytest.mark.slow
 def test_utility_and_what_it_guarantees(model_folder: Path, notes: Path, tmp_path: Path) -> None:
     plan = wanted(model_folder, notes, utility="accuracy", steps=0)
     plan = replace(plan, recipe=replace(plan.recipe, epochs=2, batch_size=3))
@@ -231,6 +234,7 @@ def test_bad_input_is_refused_before_anything_runs(
     assert "\n" not in str(caught.value) and not (tmp_path / "x").exists()
 
 
+@pytest.mark.slow
 def test_the_command_that_applies_a_setting_has_the_guarantee_that_was_stated(
     model_folder: Path, notes: Path, tmp_path: Path
 ) -> None:
@@ -267,6 +271,7 @@ def test_what_applies_a_setting_is_what_can_take_it() -> None:
     assert [one.split()[1] for one in applied("gaussian:0.01", {**plan, "task": "vision"}, {})] == ["audit"]
 
 
+@pytest.mark.slow
 def test_the_command_tells_a_missed_target_from_one_that_nobody_can_judge(
     model_folder: Path, notes: Path, tmp_path: Path
 ) -> None:

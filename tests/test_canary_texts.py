@@ -42,6 +42,7 @@ def trained(base: Path, texts: Path, out: Path, steps: int, num_labels: int = 2)
     return out
 
 
+@pytest.mark.slow
 def test_a_model_that_learned_its_texts_by_heart_is_caught(tmp_path: Path, model_folder: Path) -> None:
     # Of eight labels a model seldom gives a text the right one that it never saw. Of two it does every other time, and then
     # one draw of the coins in fifty has too few right guesses.
@@ -95,6 +96,7 @@ def test_exposure_is_what_ranks_say() -> None:
     assert guessed.mean() == pytest.approx(1 / math.log(2), abs=0.1)
 
 
+@pytest.mark.slow
 def test_a_language_model_writes_what_it_learned_by_heart(tmp_path: Path, model_folder: Path) -> None:
     base, out = tmp_path / "base", tmp_path / "trained"
     transformers.AutoTokenizer.from_pretrained(model_folder).save_pretrained(base)
@@ -140,6 +142,7 @@ def test_a_classifier_without_its_head_is_not_measured(tmp_path: Path, model_fol
         measure(tmp_path, str(model_folder), base=None, delta=1e-5)
 
 
+@pytest.mark.slow
 def test_canaries_have_the_classes_of_the_texts_and_are_measured_on_the_head_that_was_trained(
     tmp_path: Path, model_folder: Path
 ) -> None:
@@ -159,6 +162,7 @@ def test_canaries_have_the_classes_of_the_texts_and_are_measured_on_the_head_tha
         measure(tmp_path / "out", str(fewer), base=None, delta=1e-5)
 
 
+@pytest.mark.slow
 def test_training_texts_are_mixed_in(tmp_path: Path, model_folder: Path) -> None:
     data = tmp_path / "notes.jsonl"
     data.write_text('{"text": "alpha met bravo", "label": 1}\n', encoding="utf-8")
@@ -169,6 +173,7 @@ def test_training_texts_are_mixed_in(tmp_path: Path, model_folder: Path) -> None
         draw(str(model_folder), None, 20, tmp_path / "out", task="classification")
 
 
+@pytest.mark.slow
 def test_what_is_wrong_is_refused(tmp_path: Path, model_folder: Path) -> None:
     assert "expected at least 20" in refused("canaries", "draw", tmp_path, "--model", model_folder, "--number", "5")
     (tmp_path / "canaries.json").write_text('{"version": 1}', encoding="utf-8")

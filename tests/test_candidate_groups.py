@@ -57,6 +57,7 @@ def verdicts(found: CandidatesRead) -> list[str]:
     return [one.verdict for one in found.candidates]
 
 
+@pytest.mark.slow
 def test_variants_of_the_one_text_of_a_round_are_not_said_to_be_in_it(tmp_path: Path, victim: Victim) -> None:
     found = read(tmp_path, victim, [MEMBER], [*VARIANTS, MEMBER, OTHER, "The  patient" + MEMBER[11:]])
     assert all((one.p or 1) <= 0.01 for one in found.candidates[:4]), "p is that of unrelated texts"
@@ -64,6 +65,7 @@ def test_variants_of_the_one_text_of_a_round_are_not_said_to_be_in_it(tmp_path: 
     assert json.loads(json.dumps(found.to_dict()))["candidates"][0]["verdict"] == "much like a text that scores higher"
 
 
+@pytest.mark.slow
 def test_unlike_texts_of_a_round_are_each_named(tmp_path: Path, victim: Victim) -> None:
     assert verdicts(read(tmp_path, victim, [MEMBER, OTHER], [OTHER, VARIANTS[0], MEMBER])) == [IN, LIKE, IN]
 
@@ -114,6 +116,7 @@ def slowly(
     return alike, every
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "task"), KINDS)
 def test_texts_are_compared_as_by_their_whole_gradients(family: str, task: Task, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny(family, task).double()

@@ -144,6 +144,7 @@ def sent_to(path: Path, one: Victim, example: Example, factor: float = 1.0) -> P
     return path
 
 
+@pytest.mark.slow
 def test_labels_that_are_text_are_the_models_classes_whatever_row_is_first(tmp_path: Path, named: Victim) -> None:
     texts = ["snow fell all night", "the court sits at noon"]
     update = sent_to(tmp_path / "u.safetensors", named, Example(texts[0], None, 0))
@@ -163,6 +164,7 @@ def test_a_model_that_does_not_name_its_classes_takes_numbers_alone(tmp_path: Pa
         read_candidates(update, rows_in(tmp_path / "c.jsonl", [("snow fell", "negative")]), one)
 
 
+@pytest.mark.slow
 def test_the_sign_counts_only_where_it_is_known(tmp_path: Path, named: Victim) -> None:
     """A difference of weights has the opposite sign of the gradient: its text had the lowest score of all."""
     text = "snow fell all night"
@@ -196,6 +198,7 @@ def test_references_count_once_as_the_model_sees_them(tmp_path: Path, minilm_pat
         read("snow fell", "A letter  came")
 
 
+@pytest.mark.slow
 def test_more_rounds_of_the_same_texts_are_not_more_texts() -> None:
     members = [True] * 100 + [False] * 100
     one = ([float(m) for m in members], members)
@@ -209,6 +212,7 @@ def test_more_rounds_of_the_same_texts_are_not_more_texts() -> None:
     assert reliability([short] * 40)[1] is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("more", "why"),
     [

@@ -140,6 +140,7 @@ def test_epsilon_of_gaussian_noise_is_exact(ratio: float, delta: float) -> None:
     assert true * (1 - 1e-12) <= found <= true * (1 + 1e-7) + 1e-8
 
 
+@pytest.mark.slow
 def test_sampling_is_counted_and_never_below_the_accountant() -> None:
     assert sampled_epsilon(1.0, 0.01, 100, 1e-5) == epsilon(1.0, 0.01, 100, 1e-5)
     assert sampled_epsilon(2.0, 1.0, 4, 1e-5) == gaussian_epsilon(1.0, 1e-5)

@@ -63,6 +63,7 @@ KERAS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "call", [Call("make_private_with_epsilon", {**TARGET, "target_delta": 1e-3}), Call("DPKerasConfig", KERAS)]
 )
@@ -74,6 +75,7 @@ def test_a_noise_that_is_chosen_at_one_delta_does_not_have_its_epsilon_at_a_smal
     assert bound.delta == 1e-5 and bound.epsilon is not None and bound.epsilon > 3.2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", [8.0, 50.0])
 def test_the_figure_of_a_target_is_never_below_the_epsilon_of_the_noise_that_opacus_chooses(target: float) -> None:
     noises = pytest.importorskip("opacus.accountants.utils")

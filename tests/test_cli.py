@@ -130,6 +130,7 @@ def test_read_completes_hidden_entries(tmp_path: Path, model_folder: Path) -> No
     assert "expected bool, true where an entry is hidden" in line
 
 
+@pytest.mark.slow
 def test_read_refuses_updates_that_are_not_this_model_s(tmp_path: Path, model_folder: Path) -> None:
     path = captured(tmp_path, model_folder)
     whole = load_file(path)
@@ -150,6 +151,7 @@ def test_read_refuses_updates_that_are_not_this_model_s(tmp_path: Path, model_fo
     )
 
 
+@pytest.mark.slow
 def test_bad_input_is_one_line(tmp_path: Path, model_folder: Path) -> None:
     assert "did you mean span" in refused("audit", "--attack", "sapn", "--out", tmp_path / "x")
     assert "unknown list" in refused("list", "atacks")

@@ -133,6 +133,7 @@ with next_round(sys.argv[1], ledger):
 """A client's round in a process of its own, which ends once it is told a line."""
 
 
+@pytest.mark.slow
 def test_two_processes_are_never_in_a_round_at_once(tmp_path: Path) -> None:
     path = tmp_path / "rounds.json"
     (tmp_path / "other-name.json").symlink_to(path)

@@ -95,6 +95,7 @@ def test_what_differs_is_said() -> None:
     assert GUESS < 1
 
 
+@pytest.mark.slow
 def test_of_runs_that_are_alike_few_are_called_changed() -> None:
     """Pairs of runs of the same attack: the interval of the difference leaves out 0 in at most 5 %, here of 200."""
     import random
@@ -164,7 +165,8 @@ def test_a_rise_is_never_passed_where_the_verdict_stays_the_same() -> None:
     assert held.changes[-1].word == CHANGED and held.more == () and held.exit == 0, "up to the level of guessing, it holds"
 
 
-@pytest.mark.parametrize(("pairs", "attacks"), [(40, 10), pytest.param(100, 20, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("pairs", "attacks"), [(40, 10), (100, 20)])
 def test_of_many_comparisons_few_runs_that_are_alike_are_said_to_read_more(pairs: int, attacks: int) -> None:
     """A rise by chance in at most 5 % of the pairs, not of the attacks."""
     import random

@@ -99,6 +99,7 @@ def observed(
     return Observation(message, seen.task, seen.granted), batch.seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what, share", [("frozen", 0.1), ("frozen", 0.6), ("random", 0.75), ("random", 0.9)])
 def test_span_reads_through_hidden_entries(what: str, share: float) -> None:
     seen, texts = observed(what, share)
@@ -107,6 +108,7 @@ def test_span_reads_through_hidden_entries(what: str, share: float) -> None:
     assert tuple(seen.vocabulary.text(t) for t in guess.tokens) == texts
 
 
+@pytest.mark.slow
 def test_two_texts_come_back_through_hidden_entries() -> None:
     seen, texts = observed("random", 0.75, ("Anna Berg pays 40 euros.", "The bank is closed on Monday."))
     guess = Span()(seen, rng=generator(1), budget=Budget())

@@ -528,7 +528,7 @@ def null_draws() -> ModuleType:
 @pytest.mark.parametrize("name", ["embedding-rows", "span", "dager", "dlg", "decepticons"])
 def test_where_nothing_can_be_read_nothing_is_claimed(name: str) -> None:
     law = null_draws()
-    rows = [law.run(name, kind, draw) for kind in law.KINDS for draw in range(8)]
+    rows = [law.run(name, kind, draw) for kind in law.KINDS for draw in range(3)]
     assert not any(row["false"] for row in rows)
     assert sum(row["outcome"] != "not applicable" for row in rows) > len(rows) / 2
 

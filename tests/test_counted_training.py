@@ -77,6 +77,7 @@ def test_an_interrupted_training_goes_on_counting(tmp_path: Path) -> None:
         run(tmp_path).run()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("files", [3, 4])
 def test_the_epoch_to_keep_is_one_that_was_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: int) -> None:
     """Its weights were those of steps that no ledger has, where the run was killed between two files: with secret noise the

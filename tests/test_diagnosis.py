@@ -90,6 +90,7 @@ def test_few_texts_do_not_say_that_nothing_was_found() -> None:
     assert "these 2 texts do not exclude 0; below 3 expect to learn little" in " ".join(two.findings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", ["gaussian:5", "random-pruning:0.99", "sign"])
 def test_parts_that_change_a_step_are_refused(more: str) -> None:
     with pytest.raises(InputError, match="a diagnosis knows dp-sgd alone; leave out"):
@@ -97,11 +98,13 @@ def test_parts_that_change_a_step_are_refused(more: str) -> None:
     assert told("frozen-embeddings+dp-sgd:1.0").trained < told("dp-sgd:1.0").trained
 
 
+@pytest.mark.slow
 def test_larger_batches_are_advised_only_where_they_help() -> None:
     found = told("dp-sgd", target_epsilon=0.5, examples=50, batch_size=64)
     assert not any("would make the ratio" in one for one in found.findings)
 
 
+@pytest.mark.slow
 def test_the_advice_on_batches_is_what_they_give() -> None:
     common: dict[str, Any] = {"target_epsilon": 0.5, "epochs": 2}
     small, large = told("dp-sgd", **common), told("dp-sgd", batch_size=200, **common)
@@ -113,6 +116,7 @@ def test_the_advice_on_batches_is_what_they_give() -> None:
     )
 
 
+@pytest.mark.slow
 def test_clips_far_from_the_norms_are_said() -> None:
     middle = sorted(told().norms)[3]
     low, high, right = (" ".join(told(f"dp-sgd:1e-3/clip={c * middle}").findings) for c in (0.01, 100, 1))
@@ -124,6 +128,7 @@ def test_clips_far_from_the_norms_are_said() -> None:
     assert "The rate of Adagrad was not judged" in " ".join(other.findings)
 
 
+@pytest.mark.slow
 def test_a_look_at_private_texts_is_said_first() -> None:
     assert told(public=False).findings[0].startswith("These 6 texts were looked at without noise, and no epsilon counts it")
     assert not any("looked at" in one for one in told().findings)
@@ -193,6 +198,7 @@ def test_what_cannot_be_judged_is_refused(options: dict[str, Any], says: str) ->
         told(**options)
 
 
+@pytest.mark.slow
 def test_the_command_says_the_same(tmp_path: Path, model_folder: Path) -> None:
     rows = [{"text": f"{name} met {other}", "label": k % 2} for k, (name, other) in enumerate(pairwise(NAMES[:-1]))]
     data = tmp_path / "texts.jsonl"

@@ -102,6 +102,7 @@ def test_a_bypass_in_the_documented_loop_raises(line: str) -> None:
         exec(loop, here)
 
 
+@pytest.mark.slow
 def test_the_documented_checkpoint_goes_on_counting() -> None:
     loop, _, checkpoint, _ = blocks("docs/differential-privacy.md")
     here = names()
@@ -115,6 +116,7 @@ def test_the_documented_checkpoint_goes_on_counting() -> None:
         exec(re.sub(r"^model, .*\n", "", loop), again)
 
 
+@pytest.mark.slow
 def test_the_documented_trainer_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("accelerate")
     from transformers import TrainingArguments

@@ -156,6 +156,7 @@ def test_a_draw_lies_on_the_sphere_around_its_mean() -> None:
         assert float(torch.dot(x, mu)) == pytest.approx(cosine, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_the_sum_in_one_draw_has_the_law_of_the_sum_of_draws() -> None:
     """Near directions, one that stands twice, and two opposite ones; five statistics of the sum."""
     rng = generator(7)

@@ -14,7 +14,8 @@ from torch import nn
 from rasura import registry
 from rasura.attacks.services.dimensions import changed, mixing
 from rasura.attacks.services.mixture import matched, mixtures
-from rasura.attacks.services.tables import word_table
+from rasura.attacks.services.substitution import judge_of
+from rasura.attacks.services.tables import Tables, word_table
 from rasura.attacks.services.trained import Inverter
 from rasura.core.answers import ServiceTranscript, TokenReading
 from rasura.core.interfaces import Budget, NotApplicable
@@ -201,3 +202,16 @@ def test_what_cannot_be_tried_is_said() -> None:
     for name in ("invbert", "mlc", "sda"):
         with pytest.raises(NotApplicable, match="no reference text"):
             read(name, service(ObfuscationSettings(k=4)), ())
+
+
+def test_a_judge_is_not_kept_for_another_model_of_the_same_embedding() -> None:
+    judges = []
+    for seed in (0, 1, 0):
+        truth = service(ObfuscationSettings(k=1))
+        with torch.no_grad():
+            for name, p in truth.public.named_parameters():
+                if "word_embeddings" not in name:
+                    p.add_(seed)
+        seen = observe_service(truth, reference_text=TEXTS[6:])
+        judges.append(judge_of(seen, Tables(seen), 4, epochs=1, tried=2))
+    assert judges[0] is judges[2] is not judges[1]

@@ -49,6 +49,7 @@ def asked(sigma: float, rate: float, steps: int, delta: float, width: float, noi
 # --- the grid of losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sigma", "rate", "steps", "noise"),
     [
@@ -150,6 +151,7 @@ def test_what_cannot_be_is_said() -> None:
 # --- the noise for an epsilon
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "rate", "steps", "by", "noise", "known"),
     [

@@ -189,6 +189,7 @@ def test_the_bar_fits_a_terminal_and_shows_the_current_cell() -> None:
     assert "118/1200" in shown and "ghost-generation" in shown
 
 
+@pytest.mark.slow
 def test_a_long_run_says_that_a_smaller_budget_takes_less(
     tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -202,6 +203,7 @@ def test_a_long_run_says_that_a_smaller_budget_takes_less(
     assert "takes a fraction" not in quick
 
 
+@pytest.mark.slow
 def test_without_a_terminal_lines_say_how_far_it_is(
     tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

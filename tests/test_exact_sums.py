@@ -82,6 +82,7 @@ def moved(total: Callable[[int], Any]) -> float:
     return math.sqrt(sum(float((joined[n].double() - without[n].double()).square().sum()) for n in joined))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", HALVES)
 def test_one_text_more_moves_the_sum_by_a_clip_at_most(how: str) -> None:
     with running(how):

@@ -45,6 +45,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(tmp_path: Path
         obfuscate_file(tmp_path / "absent.jsonl", tmp_path / "out.parquet", model="absent")
 
 
+@pytest.mark.slow
 def test_an_audit_needs_no_optional_library(tmp_path: Path, model_folder: Path) -> None:
     notes = tmp_path / "notes.csv"
     notes.write_text("text,label\n" + "\n".join(f"{t},{k % 2}" for k, t in enumerate(TEXTS)) + "\n", encoding="utf-8")

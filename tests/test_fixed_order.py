@@ -405,6 +405,7 @@ def trainer(folder: Path, defense: str = "dp-ftrl:1.0/band=4", **more: Any) -> A
     return rasura.PrivateTrainer(model, arguments, collate, DATA, defense=defense)
 
 
+@pytest.mark.slow
 def test_the_trainer_keeps_the_order_and_refuses_to_resume(tmp_path: Path) -> None:
     run = trainer(tmp_path, gradient_accumulation_steps=2)
     run.train()

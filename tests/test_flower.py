@@ -233,6 +233,7 @@ def test_a_round_of_two_is_refused_by_the_app_and_the_strategy_unless_asked_for(
     assert told["min-clients"] == 3 and told["allow-few-clients"] is False
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("flower")
 def test_the_masks_of_a_clients_dropout_do_not_hang_on_the_runs_seed(app_modules: Path, folder: Path) -> None:
     """Every client and the server know the seed."""

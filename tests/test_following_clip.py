@@ -62,6 +62,7 @@ def test_the_noise_on_the_sum_is_larger_by_what_the_count_costs() -> None:
     assert part.mechanism.noise_per_entry(1) == pytest.approx(of_sum(3.0, 1) * 0.5)  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_the_clip_goes_to_the_quantile_from_both_sides() -> None:
     rng = generator(0)
     for start in (0.01, 100.0):
@@ -86,6 +87,7 @@ def test_what_it_is_called() -> None:
             described(wrong)
 
 
+@pytest.mark.slow
 def test_a_training_keeps_its_clip_and_counts_as_before() -> None:
     pytest.importorskip("dp_accounting")
     pytest.importorskip("opacus")

@@ -158,6 +158,7 @@ def test_a_loss_without_its_backward_pass_counts_for_nobody() -> None:
     assert ledger.releases == canaries.releases == 1
 
 
+@pytest.mark.slow
 def test_the_trainer_keeps_canaries_with_its_checkpoints(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")

@@ -29,6 +29,7 @@ from rasura.testing.tiny import CAUSAL_VOCABULARY, CLS, SEP, VOCABULARY, batch_o
 from rasura.victims.step import step
 
 
+@pytest.mark.slow
 def test_tag_recovers_the_words_of_a_short_text() -> None:
     text = [CLS, 40, 41, 42, SEP]
     seen = seen_by_server(tiny("bert", "classification"), batch_of([text], "classification", [1]), "classification")
@@ -36,6 +37,7 @@ def test_tag_recovers_the_words_of_a_short_text() -> None:
     assert len(set(guess.tokens[0]) & {40, 41, 42}) >= 2
 
 
+@pytest.mark.slow
 def test_dlg_is_deterministic_and_more_steps_fit_better() -> None:
     text = [CLS, 40, 41, 42, SEP]
     seen = seen_by_server(tiny("bert", "classification"), batch_of([text], "classification", [1]), "classification")
@@ -90,6 +92,7 @@ def test_lamp_reads_a_text_with_every_prior(prior: str) -> None:
     assert guess.tokens == (tuple(text),) and guess.confidence == "verified"
 
 
+@pytest.mark.slow
 def test_rounds_of_beam_search_find_the_order_that_an_optimisation_misses() -> None:
     text = [CLS, 40, 3, 41, 9, 50, 51, 4, 52, SEP]
     seen = seen_by_server(tiny("bert", "classification"), batch_of([text], "classification"), "classification")
@@ -149,6 +152,7 @@ def test_entries_of_a_part_stand_for_the_whole() -> None:
         assert torch.allclose(torch.stack(parts).mean(0), whole, rtol=0.1)
 
 
+@pytest.mark.slow
 def test_less_memory_gives_the_same_text() -> None:
     text = [CLS, 40, 41, 42, SEP]
     seen = seen_by_server(tiny("bert", "classification"), batch_of([text], "classification", [1]), "classification")
@@ -157,6 +161,7 @@ def test_less_memory_gives_the_same_text() -> None:
     assert guesses[0].residual == pytest.approx(guesses[1].residual, rel=0.02)
 
 
+@pytest.mark.slow
 def test_a_random_share_of_the_visible_entries_is_enough_and_the_record_says_so() -> None:
     text = [CLS, 40, 3, 41, 9, 50, 51, 4, 52, SEP]
     seen = seen_by_server(tiny("bert", "classification"), batch_of([text], "classification"), "classification")
@@ -235,6 +240,7 @@ def test_grab_goes_through_dropout_where_embeddings_are_trained_too() -> None:
     assert "bert.embeddings.LayerNorm.weight" in seen.gradients and set(guess.tokens[0]) & {40, 3, 41}
 
 
+@pytest.mark.slow
 def test_grab_moves_the_ends_of_texts_whose_lengths_are_unknown() -> None:
     seen = through_dropout([[CLS, 40, 3, 41, 9, 50, SEP], [CLS, 51, 4, SEP]])
     attack = replace(grab(), levels={"quick": Work(16, 1, 60, orders=8, rounds=2, beam=2, sweeps=2)})

@@ -33,6 +33,7 @@ def values(client: int, count: int = COUNT) -> np.ndarray:
     return rng.standard_normal(count) * 10 ** rng.uniform(-6, 0, count)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clients", [1, 4, 64])
 def test_the_sum_of_sealed_values_is_the_plain_sum_to_the_step(clients: int) -> None:
     secret = make_keys(clients)
@@ -89,6 +90,7 @@ print(len(sent.sealed))
 """
 
 
+@pytest.mark.slow
 def test_a_script_without_a_guard_seals(tmp_path: Path) -> None:
     """Processes that start by importing the script anew would run its training again, and fail."""
     (tmp_path / "train.py").write_text(SCRIPT)

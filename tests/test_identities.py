@@ -204,6 +204,7 @@ def test_a_flower_server_that_tells_two_lists_opens_nothing() -> None:
     assert answered == [] and largest(dict(made.collector.clear), dict(made.agreement.start)) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("flower")
 def test_flower_sums_with_identities_and_says_where_there_are_none(caplog: pytest.LogCaptureFixture) -> None:
     from rasura.integrations.flower import agree, strategy

@@ -39,6 +39,7 @@ def plan_for(**more: Any) -> Plan:
     return Plan(**{**fields, **more})
 
 
+@pytest.mark.slow
 def test_an_audit_of_images_resumes_and_masks(tmp_path: Path) -> None:
     whole = list(audit(plan_for(), out=tmp_path / "whole"))
     assert len(whole) == 2 * 2 and {r.status for r in whole} == {"ok"} and {r.model for r in whole} == {"lenet"}
@@ -58,6 +59,7 @@ def test_an_audit_of_images_resumes_and_masks(tmp_path: Path) -> None:
     assert 'class="masked"' in page and "data:image" not in page and "<dd>" in page
 
 
+@pytest.mark.slow
 def test_a_report_shows_images_only_where_both_asked_for_it(tmp_path: Path) -> None:
     pytest.importorskip("PIL")
     list(audit(plan_for(show_text=True, defenses=("none",)), out=tmp_path))
@@ -94,6 +96,7 @@ def test_the_command_refuses_bad_folders_in_one_line(tmp_path: Path) -> None:
     assert "for images, use rasura audit" in refused("read", tmp_path / "u", "--model", "lenet", "--task", "vision")
 
 
+@pytest.mark.slow
 def test_real_images_are_read(shared: Path) -> None:
     pytest.importorskip("PIL")
     folder = shared / "data" / "images" / "cifar100"
@@ -123,6 +126,7 @@ limit = 2
 """
 
 
+@pytest.mark.slow
 def test_a_study_shows_how_the_loss_falls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     study_folder(tmp_path, COURSE)
     monkeypatch.chdir(tmp_path)

@@ -296,12 +296,14 @@ def test_an_attack_beats_blind_and_repeats_with_its_seed(name: str) -> None:
     assert decibels(first, truth) > decibels(read("blind", truth), truth) + better
 
 
+@pytest.mark.slow
 def test_the_cnn_is_read_too() -> None:
     truth = sent(cnn(4, image_size=SIZE))
     for name in ATTACKS:
         assert decibels(read(name, truth), truth) > decibels(read("blind", truth), truth) + 5
 
 
+@pytest.mark.slow
 def test_a_batch_of_two_is_read_by_the_gradient_alone() -> None:
     truth = sent(rows=2)
     guess = read("feature-matching", truth)
@@ -367,6 +369,7 @@ def test_what_cannot_be_read_is_said(name: str) -> None:
         attempt({n: 0 * g for n, g in whole.items()})
 
 
+@pytest.mark.slow
 def test_pure_noise_gives_nothing() -> None:
     truth = sent()
     rng = generator(0, "noise")

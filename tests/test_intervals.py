@@ -218,6 +218,7 @@ def test_perfect_separation_is_no_point() -> None:
     assert pairs_interval(1.0, 5, 1)[0] == pytest.approx(0.025, abs=1e-9)
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(st.floats(0, 1), st.integers(1, 60), st.integers(1, 60))
 def test_an_area_is_in_its_interval_which_the_smaller_side_decides(share: float, members: int, others: int) -> None:
@@ -267,6 +268,7 @@ def area_coverage(law: str, sizes: tuple[int, int], samples: int) -> float:
     return hits / samples
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("law", AREAS)
 def test_few_texts_cover_their_area(law: str) -> None:
     assert area_coverage(law, (10, 10), 200) >= 0.92

@@ -49,6 +49,7 @@ def read(seen: Observation) -> Reconstruction:
     return JointPursuit()(seen, rng=generator(0), budget=Budget())
 
 
+@pytest.mark.slow
 def test_an_adapter_of_few_dimensions_gives_a_longer_text_back(minilm: Victim) -> None:
     """Rank 8 on queries and values: 16 dimensions, 20 tokens."""
     seen = seen_of(minilm, Adapter(8))
@@ -59,6 +60,7 @@ def test_an_adapter_of_few_dimensions_gives_a_longer_text_back(minilm: Victim) -
     )
 
 
+@pytest.mark.slow
 def test_a_decoder_with_positions_gives_its_last_token_as_well() -> None:
     """Rank 4 on all linear layers: fewer dimensions a block than the text has tokens."""
     text = [40, 3, 41, 9, 3, 42, 50, 51, 4, 60, 61, 277]
@@ -77,6 +79,7 @@ def test_the_first_round_shows_nothing(minilm: Victim) -> None:
         read(seen_of(minilm, Adapter(8), b=0.0))
 
 
+@pytest.mark.slow
 def test_noise_is_not_explained(minilm: Victim) -> None:
     seen = seen_of(minilm, Adapter(4))
     for n, g in seen.gradients.items():

@@ -71,6 +71,7 @@ def test_a_study_goes_on_from_the_records_beside_its_results(place: Path) -> Non
     assert len(place.read_text().splitlines()) == 1 + 8
 
 
+@pytest.mark.slow
 def test_a_study_takes_the_cells_that_another_study_has_run(place: Path) -> None:
     run()
     marked(place)
@@ -82,6 +83,7 @@ def test_a_study_takes_the_cells_that_another_study_has_run(place: Path) -> None
     assert seconds["blind"] == 4321.0 and seconds["dager"] != 4321.0
 
 
+@pytest.mark.slow
 def test_records_without_a_metric_that_is_asked_for_are_made_anew(place: Path) -> None:
     run()
     marked(place)
@@ -92,6 +94,7 @@ def test_records_without_a_metric_that_is_asked_for_are_made_anew(place: Path) -
     assert "4321" in run()
 
 
+@pytest.mark.slow
 def test_a_cell_that_crashed_is_run_again(place: Path) -> None:
     run()
     model = json.loads(place.read_text().splitlines()[0])["model"]
@@ -103,12 +106,14 @@ def test_a_cell_that_crashed_is_run_again(place: Path) -> None:
     assert "crashed" not in place.read_text() and "| 0 / 0 / 0 of" in run()
 
 
+@pytest.mark.slow
 def test_nothing_that_was_read_is_kept(place: Path) -> None:
     run()
     text = place.read_text()
     assert "w40" not in text and "w51" not in text and not {"recovered", "details"} & set(json.loads(text.splitlines()[1]))
 
 
+@pytest.mark.slow
 def test_records_of_other_weights_or_texts_are_not_taken(place: Path) -> None:
     run()
     marked(place)
@@ -121,6 +126,7 @@ def test_records_of_other_weights_or_texts_are_not_taken(place: Path) -> None:
     assert "4321" not in run()
 
 
+@pytest.mark.slow
 def test_a_study_says_that_none_of_the_records_beside_it_are_of_this_run(place: Path) -> None:
     for options, told in (((), False), (("--budget", "default"), True), ((), False)):
         shutil.rmtree("runs", ignore_errors=True)

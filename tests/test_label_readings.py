@@ -50,6 +50,7 @@ def test_a_causal_model_has_no_labels_to_read() -> None:
     assert label_scores((40,), truth) == {} == label_scores(None, truth)
 
 
+@pytest.mark.slow
 def test_an_audit_scores_the_labels_and_says_so_in_the_report(tmp_path: Path, model_folder: Path) -> None:
     made = list(
         audit(out=tmp_path, model=model_folder, data=TEXTS, attacks=["blind", "labels", "idlg"], defenses=["gaussian:0.1"])
@@ -65,6 +66,7 @@ def test_an_audit_scores_the_labels_and_says_so_in_the_report(tmp_path: Path, mo
     assert "named labels, no text: 1 of 1 labels of the update" in note and "gave up" not in note.split("gaussian")[0]
 
 
+@pytest.mark.slow
 def test_labels_that_the_threat_model_grants_are_not_read(tmp_path: Path, model_folder: Path) -> None:
     from audit_setting import plan_for
 

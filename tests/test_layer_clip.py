@@ -135,6 +135,7 @@ def test_noise_is_that_of_the_whole_clip() -> None:
     assert float(noise.double().std()) == pytest.approx(2.0 * 0.5 / 4, rel=0.02)
 
 
+@pytest.mark.slow
 def test_a_loop_spends_what_it_says_and_canaries_see_it() -> None:
     model: Any = tiny("bert", "classification", num_labels=2)
     canaries = rasura.GradientCanaries(100)

@@ -172,6 +172,7 @@ def test_without_sampling_it_is_the_gaussian_mechanisms_own(sigma: float, steps:
     assert true <= found <= true * 1.002 + 2e-3
 
 
+@pytest.mark.slow
 def test_events_of_several_kinds_are_composed() -> None:
     parts = (Sampled(1.0, 0.1, 10), Sampled(2.0, 0.05, 30))
     together = composed_epsilon(parts, 1e-5)

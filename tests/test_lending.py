@@ -124,6 +124,7 @@ def test_weights_of_which_no_clean_copy_was_kept_end_the_run(
         run(model_folder, tmp_path / "weights", Own(tuned))
 
 
+@pytest.mark.slow
 def test_the_packages_own_attacks_change_nothing(model_folder: Path) -> None:
     prepared = Audit(plan_for(model_folder, attacks=("blind", "embedding-rows", "span", "best"), limit=1))
     assert not prepared.own and not prepared.models._clean[next(iter(prepared.models._clean))].whole

@@ -80,6 +80,7 @@ def run(folder: Path, model: Path, *more: object) -> Any:
     return rasura_command("audit", *words, *common, *more)
 
 
+@pytest.mark.slow
 def test_the_files_are_written_beside_the_report(tmp_path: Path, model_folder: Path) -> None:
     files = ("--junit", tmp_path / "junit.xml", "--sarif", tmp_path / "out.sarif")
     done = run(tmp_path, model_folder, *files, "--fail-above", "0.5")
@@ -101,6 +102,7 @@ def test_a_tracker_that_is_not_installed_is_refused_before_anything_runs(
     assert not (tmp_path / "x").exists()
 
 
+@pytest.mark.slow
 def test_a_tracker_that_fails_does_not_hide_the_result(
     tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

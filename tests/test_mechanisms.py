@@ -187,6 +187,7 @@ def test_the_noise_that_is_told_is_the_noise_that_is_sent(written: str) -> None:
     assert strayed(written)[0] == pytest.approx(NOISY[written], rel=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("blocks", ["whole", "parameters"])
 @pytest.mark.parametrize("share", [0.01, 1.0, 30.0])
 def test_the_noise_of_a_direction_is_what_a_draw_strays(blocks: str, share: float) -> None:

@@ -252,6 +252,7 @@ scores_and_members = some.lists(some.tuples(some.integers(0, 6), some.booleans()
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(scores_and_members)
 def test_metrics_equal_counting(rows: list[tuple[int, bool]]) -> None:

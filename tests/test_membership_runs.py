@@ -128,6 +128,7 @@ def test_shadow_models_are_not_trained_under_another_protection(tmp_path: Path, 
     assert replace(attacked, defense="dropout:0.10").checked().parts[0].mechanism.parameters["p"] == 0.1
 
 
+@pytest.mark.slow
 def test_shadow_models_of_an_adapter_train_such_an_adapter(tmp_path: Path, model_folder: Path) -> None:
     """Whole models at an adapter's learning rate tell nothing about it."""
     data = write(tmp_path / "notes.jsonl", 0, 16)

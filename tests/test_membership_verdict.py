@@ -158,6 +158,7 @@ def test_lengths_that_part_members_at_a_low_rate_leave_nothing_to_say_of_the_mod
         assert "above guessing" not in page and "Draw members and others at random from the same source" in page
 
 
+@pytest.mark.slow
 def test_scores_that_say_nothing_are_above_guessing_no_more_often_than_the_page_says() -> None:
     rng, wrong = np.random.default_rng(0), 0
     members = [True] * 200 + [False] * 200

@@ -288,6 +288,7 @@ def test_chains_of_any_length_and_circles_end() -> None:
     assert identity_of(never) != before
 
 
+@pytest.mark.slow
 def test_models_are_the_same_in_every_process_and_folder(tmp_path: Path) -> None:
     code = (
         "import sys; from transformers import AutoModelForCausalLM as M; from rasura.runs.identity import identity_of\n"

@@ -355,6 +355,7 @@ def test_what_cannot_be_is_told_in_one_line(public: Path, tmp_path: Path) -> Non
     assert not (tmp_path / "new").exists() and not (tmp_path / "new.key").exists()
 
 
+@pytest.mark.slow
 def test_the_command_writes_folder_and_key(public: Path, tmp_path: Path) -> None:
     words = ["protect", "obfuslm", public, tmp_path / "served", "--key", tmp_path / "my.key", "--k", "5", "--plus", "--json"]
     done = rasura_process(*words)

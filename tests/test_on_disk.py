@@ -107,6 +107,7 @@ def test_a_layer_is_differentiated_as_often_as_one_likes(monkeypatch: pytest.Mon
     torch.testing.assert_close(asked.double(), x.sum(0).expand(24, -1).detach(), rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.slow
 def test_the_graph_does_not_hold_wide_weights() -> None:
     """By what was allocated and not given back: the process' size tells of others' memory, too."""
     layers = []

@@ -168,6 +168,7 @@ def test_what_a_method_does_is_its_identity(monkeypatch: pytest.MonkeyPatch) -> 
         assert identity_of(Method(0.5, file)) != identity_of(Method(0.5, file)), "nothing to compare"
 
 
+@pytest.mark.slow
 def test_the_identity_is_the_same_in_every_process() -> None:
     code = "import test_own_methods as t; print(t.identity_of(t.Method(0.5, {'b', 'a'})), t.identity_of(t.scaled(2.0)))"
     command, here = [sys.executable, "-c", code], Path(__file__).parent

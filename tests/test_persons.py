@@ -62,6 +62,7 @@ def test_a_person_adds_at_most_the_clip_whatever_they_wrote(most: int | None, no
         assert torch.allclose(message.gradients[name].double(), g, atol=1e-6), name
 
 
+@pytest.mark.slow
 def test_persons_are_drawn_whole_and_the_guarantee_is_theirs() -> None:
     persons = len(set(PERSONS))
     model, loader, ledger = protected(epochs=3)
@@ -92,6 +93,7 @@ def test_rows_in_another_order_are_still_one_person() -> None:
         assert model(**batch).logits.shape == (len(mixed), 2)
 
 
+@pytest.mark.slow
 def test_the_ledger_remembers_whom_it_protects(tmp_path: Path) -> None:
     model, loader, ledger = protected()
     for batch in loader:
@@ -131,6 +133,7 @@ def test_what_no_guarantee_for_persons_covers_is_refused() -> None:
         next(iter(made.loader))
 
 
+@pytest.mark.slow
 def test_the_trainer_protects_persons(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")

@@ -150,6 +150,7 @@ def test_a_browser_shows_what_came_back(server: Loopback, tmp_path: Path) -> Non
     assert "100 % of the tokens" in leaves[2][2] and leaves[2][3] == len(TEXTS[0].split())
 
 
+@pytest.mark.slow
 def test_a_browser_shows_tokens_before_the_attack_ends(
     server: Loopback, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -249,6 +249,7 @@ for kind in ("attacks", "defenses"):
 """
 
 
+@pytest.mark.slow
 def test_an_installed_plugin_is_listed_audited_and_in_the_report(
     installed: dict[str, str], model_folder: Path, tmp_path: Path
 ) -> None:
@@ -268,6 +269,7 @@ def test_an_installed_plugin_is_listed_audited_and_in_the_report(
     assert "touched-rows" in page and "value-clip:0.001" in page
 
 
+@pytest.mark.slow
 def test_the_plugin_keeps_the_laws(installed: dict[str, str]) -> None:
     assert "2 passed" in command(installed, "-m", "pytest", "-p", "no:cacheprovider", "-o", "addopts=", "tests")
 

@@ -164,6 +164,7 @@ def test_what_is_released_has_the_same_tensors_for_an_empty_batch() -> None:
     assert len(found) == 2 and found[True] == found[False]
 
 
+@pytest.mark.slow
 def test_releases_are_kept_with_a_checkpoint_and_counted_on() -> None:
     first = loop("dp-sgd:1.0", epochs=1)
     trained(first, 1)
@@ -532,6 +533,7 @@ def trainer(folder: Path, epochs: int = 1, defense: str = "dp-sgd:0.5", **option
     return PrivateTrainer(model, arguments, train_dataset=DATA, data_collator=collate, defense=defense)
 
 
+@pytest.mark.slow
 def test_the_trainer_has_a_switch_and_counts(tmp_path: Path) -> None:
     private: Any = trainer(tmp_path)
     before = [p.detach().clone() for p in private.model.parameters()]
@@ -588,6 +590,7 @@ def test_a_batch_size_that_is_searched_is_refused(tmp_path: Path) -> None:
         trainer(tmp_path, auto_find_batch_size=True)
 
 
+@pytest.mark.slow
 def test_a_resumed_trainer_counts_on(tmp_path: Path) -> None:
     first = trainer(tmp_path, save_strategy="epoch")
     first.train()

@@ -104,6 +104,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     return messages
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_no_public_name_is_any(name: str, said: dict[str, list[str]]) -> None:
     (message,) = said[f"reveal_type(rasura.{name})"]

@@ -49,6 +49,7 @@ def mortal(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Mortal]]:
     pickle.unregister_pickle_by_value(module)
 
 
+@pytest.mark.slow
 def test_a_lost_worker_is_replaced_and_the_records_are_those_of_the_local_engine(
     tmp_path: Path, model_folder: Path, mortal: type[Mortal]
 ) -> None:

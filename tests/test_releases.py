@@ -235,6 +235,7 @@ def test_a_ledgers_file_can_be_read_by_a_person(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_what_a_file_says_was_spent(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     made = filled()

@@ -36,6 +36,7 @@ def gradients(model: torch.nn.Module, rows: int = 1) -> dict[str, torch.Tensor]:
     return dict(sent.message.gradients)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["bert", "gpt2"])
 def test_exact_sensitivity_is_the_mean_size_of_the_jacobian(family: str) -> None:
     model = small(family).double()
@@ -59,6 +60,7 @@ def ranks(values: dict[str, torch.Tensor]) -> np.ndarray:
     return flat.argsort().argsort().double().numpy()
 
 
+@pytest.mark.slow
 def test_randomised_sensitivity_ranks_as_the_exact_one() -> None:
     model = small()
     names = [n for n, p in model.named_parameters() if "encoder" in n]

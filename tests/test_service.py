@@ -121,6 +121,7 @@ def test_the_papers_recipe_trains_the_first_two_blocks_and_the_last_whole(family
     assert any(torch.equal(embeddings, p) for n, p in before.items() if "embed" in n or "wte" in n)
 
 
+@pytest.mark.slow
 def test_a_job_goes_on_after_the_server_was_killed(tmp_path: Path) -> None:
     make_models(tmp_path)
     server = Server(tmp_path / "store", token_file(tmp_path / "tokens"), tmp_path / "log")
@@ -169,6 +170,7 @@ def test_a_job_goes_on_after_the_server_was_killed(tmp_path: Path) -> None:
             assert not any(s.encode() in found for s in [*secret, *ids]) and key not in found, path
 
 
+@pytest.mark.slow
 def test_a_trained_model_comes_back_whole(setting: Setting, tmp_path: Path) -> None:
     with setting.client() as client:
         uploaded = client.download("notes", tmp_path / "same")
@@ -277,6 +279,7 @@ def test_a_download_that_was_begun_outlives_the_model(tmp_path: Path) -> None:
         Outgoing(tmp_path, {"name": "x"}, ("model.safetensors",))
 
 
+@pytest.mark.slow
 def test_a_job_can_be_cancelled_and_holds_its_model(setting: Setting) -> None:
     with setting.client() as client:
         job = client.train("notes", EXAMPLES, "long", epochs=1000, patience=1000)
@@ -295,6 +298,7 @@ def test_a_job_can_be_cancelled_and_holds_its_model(setting: Setting) -> None:
     assert not any(name.startswith("jobs/") for name in setting.server.files())
 
 
+@pytest.mark.slow
 def test_commands_on_the_clients_side(setting: Setting, tmp_path: Path) -> None:
     data = tmp_path / "train.jsonl"
     data.write_text("\n".join(json.dumps({"text": e.text, "label": e.label}) for e in EXAMPLES))

@@ -33,6 +33,7 @@ def test_this_machine_and_https_need_no_leave(url: str) -> None:
         assert client.url == url
 
 
+@pytest.mark.slow
 def test_every_command_of_the_client_takes_the_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RASURA_TOKEN", "secret-token")
     asked = ["client", "status", "--url", "http://models.invalid:1"]

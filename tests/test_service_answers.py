@@ -44,6 +44,7 @@ def test_a_file_that_is_not_there_is_not_classified_by_its_name(
     assert "unknown file type .txt" in refused("client", "classify", "notes", tmp_path / "notes.txt", "--key", "any.key")
 
 
+@pytest.mark.slow
 def test_files_of_every_suffix_are_read_and_no_label_is_certain(setting: Setting, tmp_path: Path) -> None:
     sure = shutil.copytree(setting.folder / "bert", tmp_path / "sure")
     weights = load_file(sure / "model.safetensors")

@@ -56,6 +56,7 @@ paper = "12.3"
 """
 
 
+@pytest.mark.slow
 def test_a_study_of_a_service_resumes_and_sets_the_paper_s_figure_beside_ours(
     tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,6 +134,7 @@ def table(path: Path) -> dict[tuple[str, ...], list[str]]:
     return {tuple(cells[:3]): cells for cells in rows}
 
 
+@pytest.mark.slow
 def test_a_study_trains_a_service_and_reads_it_before_and_after(
     tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,6 +157,7 @@ def test_a_study_trains_a_service_and_reads_it_before_and_after(
     assert results.read_text() == first and written(tmp_path / "runs") == kept
 
 
+@pytest.mark.slow
 def test_a_study_reads_uploaded_weights_behind_every_key_and_trained_ones_behind_their_own(
     tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -199,6 +202,7 @@ def rows_of(rows: dict[tuple[str, ...], list[str]], protection: str) -> str:
     return next(key[2] for key in rows if key[:2] == (protection, "2"))
 
 
+@pytest.mark.slow
 def test_a_service_that_generates_is_read_in_prompts_and_answers(tmp_path: Path) -> None:
     model = tokenizer_folder(tiny("llama", "causal"), tmp_path / "model")
     texts = [" ".join(f"w{20 + (7 * k + n) % 20}" for n in range(8 + k % 3)) for k in range(20)]

@@ -260,6 +260,7 @@ def test_vectors_of_a_file_take_the_place_of_the_models_table(tmp_path: Path) ->
             glove(file, VOCABULARY)
 
 
+@pytest.mark.slow
 def test_settings_that_cannot_be_are_refused() -> None:
     numbers = {
         "santext+": ("epsilon", "share", "change"), "custext+": ("epsilon",), "madlib": ("epsilon",),

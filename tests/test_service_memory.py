@@ -103,6 +103,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setting]:
     server.end()
 
 
+@pytest.mark.slow
 def test_a_request_beyond_the_memory_is_refused_and_others_are_served(small: Setting) -> None:
     long = {"input": [5] * 9000, "new_tokens": 1}
     for path, body in (("stories/generate", long), ("stories/generate", {"input": [5], "new_tokens": 1024})):

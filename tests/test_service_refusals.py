@@ -330,6 +330,7 @@ def test_the_key_of_another_model_is_refused_before_anything_is_sent(setting: Se
         client.upload(setting.folder / "bert-plain", "plain")
 
 
+@pytest.mark.slow
 def test_too_many_requests(tmp_path: Path) -> None:
     server = Server(tmp_path / "store", token_file(tmp_path / "tokens"), tmp_path / "log", ("--rate", "0.01"))
     server.start()

@@ -192,6 +192,7 @@ def test_the_terminal_says_that_its_figures_are_of_one_setting_each() -> None:
     assert said in several and said not in one
 
 
+@pytest.mark.slow
 def test_the_page_says_of_which_setting_labels_and_examples_are(tmp_path: Path, model_folder: Path) -> None:
     list(audit(plan_for(model_folder, attacks=("span", "labels"), defenses=("none",), batch_sizes=(1, 2)), out=tmp_path))
     for language, labels, examples in (

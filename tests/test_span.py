@@ -173,6 +173,7 @@ def test_gpt2_under_dropout_is_read_or_given_up(hidden: int) -> None:
             attack(seen)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rate", [0.0, 0.1])
 def test_two_texts_of_a_trained_model_are_told_apart(minilm_path: Path, rate: float) -> None:
     victim = load(minilm_path, "classification")
@@ -266,13 +267,14 @@ def test_rows_that_rounding_covers_are_counted_and_tolerated_by_their_noise() ->
     assert bool((space.residual(other) > space.tolerance(other)).all())
 
 
-@pytest.mark.parametrize("update", ["fedsgd+fp16", "fedsgd+bf16", "fedavg-sgd:2"])
+@pytest.mark.parametrize("update", ["fedsgd+fp16", "fedsgd+bf16", pytest.param("fedavg-sgd:2", marks=pytest.mark.slow)])
 def test_four_texts_come_back_through_rounding(minilm_path: Path, update: str) -> None:
     texts = ["mary is here now", "he lost it , again", "we saw her leave", "it is late"]
     seen, ids = seen_of_minilm(minilm_path, texts, [0, 1, 1, 0], update)
     assert sorted(attack(seen).tokens) == sorted(ids)
 
 
+@pytest.mark.slow
 def test_a_text_comes_back_whose_inputs_moved_more_than_the_noise_of_the_basis_says(minilm_path: Path) -> None:
     # The embeddings are trained as well, so that each of the four steps has other inputs.
     text = "he shook his head ; but there was a smile of indulgence"

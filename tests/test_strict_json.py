@@ -9,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from audit_setting import NAMES, model_folder
@@ -51,6 +52,7 @@ def test_a_tuple_is_a_list_and_keys_can_be_sorted() -> None:
     assert strict_json({"b": (1.5, math.inf), "a": math.nan}, sort=True) == '{"a": null, "b": [1.5, null]}'
 
 
+@pytest.mark.slow
 def test_a_command_prints_json_where_a_model_gives_no_numbers(model_folder: Path, tmp_path: Path) -> None:
     """The weights are finite, and so large that states overflow."""
     folder, data = tmp_path / "model", tmp_path / "texts.jsonl"

@@ -223,6 +223,7 @@ def test_rows_without_an_interval_come_first_then_the_widest() -> None:
     assert sorted(rows, key=lambda name: urgency(rows[name], "rouge1")) == ["none", "few", "wide", "narrow", "never"]
 
 
+@pytest.mark.slow
 def test_a_study_in_parts_stops_in_time_and_is_the_whole_study(tmp_path: Path, model_folder: Path) -> None:
     notes(tmp_path / "notes.jsonl", TEXTS[:8])
     plan = Plan(
@@ -335,6 +336,7 @@ seeds = 2
 """
 
 
+@pytest.mark.slow
 def test_utility_stands_beside_the_risk_of_the_same_protection(
     tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -397,6 +399,7 @@ paper = "60.8 / .0811"
 """
 
 
+@pytest.mark.slow
 def test_membership_is_told_of_every_model_of_a_training(
     tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -440,6 +443,7 @@ paper = "0.04 / 8.45"
 """
 
 
+@pytest.mark.slow
 def test_deviations_of_substitutes_are_those_of_the_trained_models(
     tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -90,6 +90,7 @@ def test_what_cannot_be_reached_is_refused_in_words(defense: str, target: float,
         solved(defense, target, run)
 
 
+@pytest.mark.slow
 def test_a_loop_spends_its_target_and_no_more() -> None:
     private = loop("dp-sgd", target_epsilon=3.0, epochs=2)
     assert 2.9 < (private.ledger.planned.epsilon or 0) <= 3.0
@@ -110,6 +111,7 @@ def kept(private: ProtectedTraining) -> Any:
     return json.loads(json.dumps(private.ledger.state_dict()))
 
 
+@pytest.mark.slow
 def test_a_resumed_training_keeps_its_target() -> None:
     """The target was that of the new plan alone: 3.9 was spent under a target of 3."""
     first = loop("dp-sgd", target_epsilon=3.0, epochs=2)
@@ -131,6 +133,7 @@ def test_a_resumed_training_keeps_its_target() -> None:
         one_pass(again)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("defense", ["dp-sgd:1.0", "directional:1e3"])
 def test_the_plan_of_a_resumed_training_has_what_was_spent_before(defense: str) -> None:
     first = loop("dp-sgd:0.5" if defense.startswith("dp") else defense, epochs=1)
@@ -157,6 +160,7 @@ def test_a_release_that_would_pass_the_target_is_refused() -> None:
     assert private.ledger.releases == 7
 
 
+@pytest.mark.slow
 def test_steps_end_at_max_steps_and_need_less_noise() -> None:
     private = loop("dp-sgd", target_epsilon=3.0, epochs=2, max_steps=7)
     assert one_pass(private) == 6
@@ -216,6 +220,7 @@ def trainer(folder: Path, defense: str, **options: Any) -> Any:
     return private
 
 
+@pytest.mark.slow
 def test_the_trainers_accumulation_is_one_release_a_step(tmp_path: Path) -> None:
     private = trainer(tmp_path, "dp-sgd", target_epsilon=4.0, gradient_accumulation_steps=3, num_train_epochs=2)
     assert private.train().global_step == 8 == private.ledger.releases
@@ -224,6 +229,7 @@ def test_the_trainers_accumulation_is_one_release_a_step(tmp_path: Path) -> None
     assert logged == sorted(logged) and private.ledger.epsilon <= logged[-1] <= private.ledger.epsilon * 1.001
 
 
+@pytest.mark.slow
 def test_the_trainer_ends_at_max_steps(tmp_path: Path) -> None:
     private = trainer(tmp_path, "dp-sgd", target_epsilon=4.0, max_steps=15)
     assert private.train().global_step == 15 == private.ledger.releases and 3.9 < private.ledger.epsilon <= 4.0
@@ -279,6 +285,7 @@ def test_an_average_of_weights_is_a_copy_that_only_answers() -> None:
 # --- rasura train
 
 
+@pytest.mark.slow
 def test_rasura_train_keeps_to_its_target(tmp_path: Path, model_folder: Path) -> None:
     command = ["train", notes(tmp_path), "--model", model_folder, "--defense", "none,dp-sgd", "--target-epsilon", "8"]
     command += ["--epochs", "2", "--batch-size", "4", "--physical-batch-size", "3", "--out", tmp_path / "run", "--json"]

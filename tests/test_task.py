@@ -58,6 +58,7 @@ def test_a_causal_update_is_read_as_one(causal_folder: Path, tmp_path: Path) -> 
     assert found["texts"] == asked["texts"] and found["confidence"] == asked["confidence"] == "verified"
 
 
+@pytest.mark.slow
 def test_an_audit_takes_the_task_of_the_folder_unless_it_is_told_another(causal_folder: Path, tmp_path: Path) -> None:
     notes = tmp_path / "notes.jsonl"
     notes.write_text("".join(json.dumps({"text": text, "label": 0}) + "\n" for text in TEXTS[:2]))

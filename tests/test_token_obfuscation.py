@@ -342,6 +342,7 @@ def test_a_data_set_is_mapped(model_folder: Path) -> None:
     assert all(row[0] == victim.vocabulary.prefix[0] for row in rows["input_ids"])
 
 
+@pytest.mark.slow
 def test_bad_input_is_refused_in_one_line(tmp_path: Path, model_folder: Path) -> None:
     source, common = notes(tmp_path, 2), ("--model", model_folder, *OPTIONS)
     assert "unknown file type" in refused("protect", "ghost", source, tmp_path / "x.txt", *common)

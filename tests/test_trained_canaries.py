@@ -41,6 +41,7 @@ def planned(folder: Path, model: Path, *defenses: str, **options: Any) -> TrainP
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_bound_stands_beside_what_was_stated(tmp_path: Path, model_folder: Path) -> None:
     plan = planned(tmp_path, model_folder, "none", "dp-sgd:1.0", "frozen-blocks:1+dp-sgd:1.0")
     results = list(Training(plan, tmp_path / "run").run())
@@ -74,6 +75,7 @@ def test_a_guarantee_that_is_false_is_refuted_in_every_place(
     assert again.returncode == 3 and json.loads(again.stdout)[0]["canaries"]["refuted"]
 
 
+@pytest.mark.slow
 def test_an_interrupted_training_goes_on_with_its_canaries(tmp_path: Path) -> None:
     class Stopped(Exception):
         pass
@@ -101,6 +103,7 @@ def test_an_interrupted_training_goes_on_with_its_canaries(tmp_path: Path) -> No
         run(rasura.GradientCanaries(50)).run()
 
 
+@pytest.mark.slow
 def test_persons_and_canaries_together(tmp_path: Path, model_folder: Path) -> None:
     rows = [json.loads(line) for line in notes(tmp_path, count=24).read_text().splitlines()]
     path = tmp_path / "whose.jsonl"

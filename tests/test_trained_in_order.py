@@ -40,6 +40,7 @@ def run(folder: Path, defense: str = BAND, plan: Run | None = None, **options: A
     return fine_tuning(folder, defense, ledger=made, **{"secret": True, **options})
 
 
+@pytest.mark.slow
 def test_every_pass_takes_the_same_batches_and_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[list[int]] = []
     whole = joined

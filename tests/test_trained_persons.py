@@ -47,6 +47,7 @@ def notes(folder: Path, count: int = 24) -> str:
     return written(folder, rows)
 
 
+@pytest.mark.slow
 def test_whole_persons_are_drawn_and_aggregated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[int, list[int]]] = []
     own = step
@@ -69,6 +70,7 @@ def test_whole_persons_are_drawn_and_aggregated(tmp_path: Path, monkeypatch: pyt
         fine_tuning(tmp_path / "other", "none", owners=OWNERS)
 
 
+@pytest.mark.slow
 def test_the_guarantee_is_for_persons_and_they_are_held_out_whole(tmp_path: Path, model_folder: Path) -> None:
     plan = TrainPlan(
         notes(tmp_path), model=str(model_folder), defenses=("none", "dp-sgd"), target_epsilon=8.0, recipe=RECIPE,

@@ -222,6 +222,7 @@ def test_a_defense_is_parsed_once_and_handed_on(tmp_path: Path, model_folder: Pa
     assert read == ["none", "gaussian:0.001"]
 
 
+@pytest.mark.slow
 def test_bad_training_input_is_refused_in_one_line(tmp_path: Path, model_folder: Path) -> None:
     data, common = notes(tmp_path), ("--model", model_folder, "--out", tmp_path / "run")
     assert "unknown defense" in refused("train", data, *common, "--defense", "ghst")

@@ -71,6 +71,7 @@ def test_two_protections_whose_names_differ_in_capitals_have_their_own_trainings
     assert [r["defense"] for r in Training(replace(again, defenses=(GERMAN,)), tmp_path / "run").run()] == [GERMAN]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [{}, {"target_epsilon": 3.0, "delta": 1e-3}])
 def test_a_protection_that_is_named_twice_is_trained_and_told_once(
     tmp_path: Path, model_folder: Path, more: dict[str, float]

@@ -75,6 +75,7 @@ def minilm(minilm_path: Path) -> Victim:
     return load(minilm_path, "classification")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("update", ["fedavg-sgd:4", "fedavg-sgd:16", "fedsgd+fp16", "fedavg-sgd:4+bf16"])
 def test_local_steps_and_short_floats_do_not_stop_span(minilm: Victim, update: str) -> None:
     guess = Span()(sent_by(minilm, update), rng=generator(0), budget=Budget())

@@ -24,7 +24,8 @@ from rasura.core.specs import AttackSpec, Home
 from rasura.core.values import Grant, Observation, Reconstruction, Vocabulary
 from rasura.ghost.models import made_for
 from rasura.ghost.selection import Selector
-from rasura.ghost.table import ShadowTable, embedding_digest, token_embedding
+from rasura.ghost.table import ShadowTable, token_embedding
+from rasura.victims.fingerprint import fingerprint
 
 LONGEST = 64
 """Tokens of a reference text that is learned from."""
@@ -130,7 +131,7 @@ class ShadowGeneration:
         read = substitutes(seen, budget)
         table = made_for(seen.model, seen.vocabulary, settings)
         count, epochs = self.work[budget.level]
-        key = (embedding_digest(token_embedding(seen.model)), settings, seen.reference_text[:count], epochs)
+        key = (fingerprint(seen.model), settings, seen.reference_text[:count], epochs)
         learned: dict[str, float] = {}
         if key not in _TRAINED:
             begun = time.perf_counter()

@@ -17,6 +17,7 @@ from rasura.core.interfaces import Budget, NotApplicable
 from rasura.core.rng import child, generator, seeded
 from rasura.core.specs import ServiceAttackSpec
 from rasura.core.values import Vocabulary
+from rasura.victims.fingerprint import fingerprint
 from rasura.victims.models import parts
 
 BATCH = 32
@@ -77,7 +78,7 @@ _JUDGES: dict[Any, Judge] = {}
 
 def judge_of(seen: ServiceObservation, tables: Tables, count: int, epochs: int, tried: int) -> Judge:
     """A judge that learned from reference text and the same with each token replaced by one of its nearest."""
-    key = (hash(seen.reference_text[:count]), float(tables.public.sum()), epochs, tried)
+    key = (seen.reference_text[:count], fingerprint(seen.public), epochs, tried)
     if key not in _JUDGES:
         while len(_JUDGES) >= KEPT_JUDGES:
             del _JUDGES[next(iter(_JUDGES))]
