@@ -79,14 +79,13 @@ def test_more_noise_fewer_steps_and_rarer_texts_give_away_less() -> None:
     assert epsilon(1.0, 0.05, 100, 1e-6) > base
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("target", [pytest.param(4.0, marks=pytest.mark.slow), 20.0])
 @pytest.mark.parametrize("noise", ["gaussian", "laplace"])
-def test_a_noise_that_was_asked_for_never_protects_less(noise: str) -> None:
+def test_a_noise_that_was_asked_for_never_protects_less(noise: str, target: float) -> None:
     run = Run(1000, 50, 2, 1e-4)
-    for target in (4.0, 20.0):
-        sigma = sigma_for(target, run.rate, run.steps, run.fails, noise=noise)
-        spent = epsilon(sigma, run.rate, run.steps, run.fails, noise=noise)
-        assert spent <= target * (1 + 1e-4) and epsilon(0.99 * sigma, run.rate, run.steps, run.fails, noise=noise) > target
+    sigma = sigma_for(target, run.rate, run.steps, run.fails, noise=noise)
+    spent = epsilon(sigma, run.rate, run.steps, run.fails, noise=noise)
+    assert spent <= target * (1 + 1e-4) and epsilon(0.99 * sigma, run.rate, run.steps, run.fails, noise=noise) > target
 
 
 def test_renyi_divergence_against_the_bessel_function() -> None:
@@ -209,11 +208,10 @@ def test_the_command_plans_training_in_a_fixed_order() -> None:
     assert "nothing is sampled" in refused(*asked)
 
 
-@pytest.mark.slow
 def test_epsilon_is_finite_and_falls_with_noise_where_the_library_overflows() -> None:
     # At 0.001 and at 0.1 dp-accounting's own numbers overflow for this run.
-    sigmas = (0.001, 0.01, 0.08, 0.1, 0.12, 1.0)
+    sigmas = (0.001, 0.1, 1.0)
     found = [epsilon(s, 32 / 900, 145, 1e-4) for s in sigmas]
     assert all(math.isfinite(e) for e in found)
     assert found == sorted(found, reverse=True) and len(set(found)) == len(found)
-    assert found[3] <= epsilon(0.1, 32 / 900, 145, 1e-4, by="rdp") * 1.001
+    assert found[1] <= epsilon(0.1, 32 / 900, 145, 1e-4, by="rdp") * 1.001

@@ -140,7 +140,7 @@ def run_and_kill(arguments: list[str], folder: Path, more: int) -> None:
     process.wait()
 
 
-@pytest.mark.parametrize(("times", "seeds"), [(2, 1), pytest.param(10, 3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("times", "seeds"), [(1, 1), pytest.param(10, 3, marks=pytest.mark.slow)])
 def test_killed_runs_resume_to_the_same_records(tmp_path: Path, model_folder: Path, times: int, seeds: int) -> None:
     plan, cells = plan_for(model_folder, seeds=seeds), 27 * seeds
     config = tmp_path / "plan.toml"

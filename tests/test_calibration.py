@@ -294,6 +294,7 @@ def test_the_command_tells_a_missed_target_from_one_that_nobody_can_judge(
     assert "No setting of accumulate keeps the upper bound" in str(refused.exception)
 
 
+@pytest.mark.slow
 def test_a_protection_under_which_nothing_was_sent_is_not_measured(model_folder: Path, tmp_path: Path) -> None:
     short = tmp_path / "short.jsonl"
     texts = [" ".join(some) for some in permutations(["w1", "w2", "w3", "w4"])]

@@ -231,6 +231,7 @@ def test_attacks_see_only_what_an_adversary_may(module: str) -> None:
         "rasura.ghost.selection",
         "rasura.ghost.table",
         "rasura.attacks",
+        "rasura.victims.fingerprint",
         "rasura.victims.models",
         "rasura.victims.positions",
         "rasura.victims.first_attention",
