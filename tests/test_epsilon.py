@@ -17,8 +17,10 @@ from rasura.accounting.epsilon import (
     PAPER_ORDERS,
     Sampled,
     _as_opacus,
+    _by_orders,
     _divergence,
     _least,
+    _of_part,
     composed_epsilon,
     converted,
     finite,
@@ -44,6 +46,20 @@ def asked(sigma: float, rate: float, steps: int, delta: float, width: float, noi
     accountant = pld.PLDAccountant(value_discretization_interval=width)
     accountant.compose(dp_accounting.PoissonSampledDpEvent(rate, one) if rate < 1 else one, steps)
     return float(accountant.get_epsilon(delta))
+
+
+# --- orders
+
+
+@pytest.mark.parametrize("orders", [ORDERS, PAPER_ORDERS])
+@pytest.mark.parametrize("sigma", [0.01, 0.3, 1.0, 7.0, 300.0])
+def test_orders_that_are_left_out_give_no_less(sigma: float, orders: tuple[float, ...]) -> None:
+    for rate, steps in ((1e-3, 1), (0.02, 1000), (1.0, 3)):
+        one = Sampled(sigma, rate, steps)
+        for parts in ((one,), (one, Sampled(1.0, 0.01, 50)), (one, Sampled(2.0, 0.01, 50, "laplace"))):
+            spent = {order: sum(p.steps * _of_part(p, order) for p in parts) for order in orders}
+            for delta in (1e-12, 1e-5, 0.3):
+                assert _by_orders(parts, delta, orders) == min(converted(a, spent[a], delta) for a in orders)
 
 
 # --- the grid of losses
