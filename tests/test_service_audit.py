@@ -331,7 +331,7 @@ def test_a_run_belongs_to_the_content_of_the_files_that_a_protection_reads(tmp_p
     """Another file under the same name left the old figures in place."""
     notes(tmp_path / "notes.jsonl", list(TEXTS))
     notes(tmp_path / "more.jsonl", [f"{t} w9 w8" for t in TEXTS])
-    file = tmp_path / "a folder" / "words.vec"
+    file = tmp_path / "a folder + more" / "words.vec"
     file.parent.mkdir()
     vectors(file, 1)
     name = f'santext+:epsilon=2/vectors="{file}"'
@@ -342,6 +342,8 @@ def test_a_run_belongs_to_the_content_of_the_files_that_a_protection_reads(tmp_p
     records = list(audit_service(plan, out=tmp_path / "a"))
     assert [r.defense for r in records] == ["none", name] and records[1].status == "ok"
     assert list(audit_service(plan, out=tmp_path / "a")) == []
+    page = write_report(tmp_path / "a").read_text(encoding="utf-8")
+    assert registry.SERVICE_PROTECTIONS["santext+"].about in page and "what it is was" not in page, "its name ends in a plus"
     began = ServiceAudit(plan)
     vectors(file, 2)
     with pytest.raises(InputError, match=r"holds the results of another file of a protection \(fingerprint"):

@@ -94,8 +94,10 @@ def test_a_training_is_not_read_as_that_of_other_code(
         plan = plan_for(tmp_path, model_folder, defenses=names)
         return [r["mechanism"][0]["name"] for r in Training(plan, tmp_path / "run").run() if r["defense"] == "halved"]
 
+    monkeypatch.setitem(DEFENSES.specs, "halved-twice", replace(DEFENSES["sign"], name="halved-twice"))
+    assert trained("halved-twice") == []
     halved(1)
-    assert trained("none", "halved") == trained("halved") == ["1"]
+    assert trained("none", "halved") == trained("halved") == ["1"], "a name that begins another is another training"
     halved(2)
     with pytest.raises(InputError, match="a training under halved with another content of its file, or other code"):
         trained("none", "halved")

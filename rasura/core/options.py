@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from rasura.core.errors import InputError
+
+
+def parts_of(protection: str) -> list[str]:
+    """The parts of ``protection`` as they are written. A plus within quotes or at the end of a name joins nothing.
+
+    >>> parts_of("frozen-embeddings+dropout:0.1"), parts_of('santext+:epsilon=1/vectors="a+b.vec"')
+    (['frozen-embeddings', 'dropout:0.1'], ['santext+:epsilon=1/vectors="a+b.vec"'])
+    """
+    return [part.strip() for part in re.findall(r'(?:"[^"]*"|[^+"]|\+(?!\s*[A-Za-z])|")+', protection)]
 
 
 def name_of(part: str) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rasura.core.options import opened
+from rasura.core.options import opened, parts_of
 from rasura.core.records import ACTIVE_THREATS, MASK
 from rasura.report.language import recorded, tell
 from rasura.report.matrix import SUMMED, Findings
@@ -182,7 +182,7 @@ def _measure(v: Verdict, plan: Mapping[str, Any], records: Sequence[Mapping[str,
 
 
 def _strengthen(v: Verdict, f: Findings, plan: Mapping[str, Any], methods: Mapping[str, Any]) -> Step:
-    names, parts = names_of(v.defense), v.defense.split("+")
+    names, parts = names_of(v.defense), parts_of(v.defense)
     figured = [k for k, name in enumerate(names) if "figure" in methods.get(name, {})]
     place = figured[0] if len(figured) == 1 else None
     left = None if place is None else opened(parts[place], methods[names[place]]["figure"])

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
-from rasura.core.options import name_of
+from rasura.core.options import name_of, parts_of
 from rasura.core.rounding import percent, percent_above
 from rasura.metrics.intervals import mean_interval
 from rasura.report.language import recorded, tell
@@ -52,7 +52,7 @@ WORDS = (READS, ABOVE, NOT_MEASURED, NOT_TOLD)
 
 def names_of(defense: str) -> tuple[str, ...]:
     """``"frozen-embeddings+dropout:0.1"`` as the names of its parts."""
-    return tuple(name_of(part) for part in defense.split("+"))
+    return tuple(map(name_of, parts_of(defense)))
 
 
 def plain(defense: str) -> bool:

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 
 from torch import nn
 
+from rasura.core.options import name_of, parts_of
 from rasura.core.run_store import RunStore
 from rasura.core.specs import AttackSpec, DefenseSpec, MethodSpec, ServiceAttackSpec, ServiceProtectionSpec
-from rasura.registry import parts
 from rasura.registry.objects import Methods
 from rasura.registry.tables import KINDS
 from rasura.runs.identity import identity_of
@@ -43,7 +43,7 @@ def describe_run(
 
 
 def _names(protections: Iterable[str]) -> list[str]:
-    return sorted({name.partition("/")[0] for text in protections for name, _ in parts(text)})
+    return sorted({name_of(part) for text in protections for part in parts_of(text)})
 
 
 def own_methods(

@@ -3,7 +3,6 @@ training asked for."""
 
 from __future__ import annotations
 
-import glob
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -46,7 +45,7 @@ def _claim_files(folder: Path, files: Mapping[str, str]) -> None:
     path = folder / "files.json"
     held = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     for text, now in files.items():
-        begun = any(folder.glob(f"{glob.escape(name_for(text))}-*"))
+        begun = any(f.name.rpartition("-")[0] == name_for(text) for f in folder.iterdir())
         if held.get(text, None if begun else now) != now:
             raise InputError(
                 f"{folder} holds a training under {text} with another content of its file, or other code; "
