@@ -26,6 +26,7 @@ from rasura.metrics.text import (
     RougeWords,
     exact_match,
     jaccard,
+    meteor,
     position_exact,
     rouge,
     token_precision,
@@ -218,6 +219,17 @@ def test_meteor_with_wordnet(monkeypatch: pytest.MonkeyPatch, shared: Path) -> N
     other = Reconstruction((), texts=("green stones sleep",))
     a, b, c = (Meteor()(g, t)[0] for g in (same, synonym, other))
     assert a > 0.99 and 0.9 < b < 1 and c == 0.0
+
+
+@pytest.mark.slow
+def test_meteor_is_that_of_nltk_with_all_languages(monkeypatch: pytest.MonkeyPatch, shared: Path) -> None:
+    import nltk
+
+    monkeypatch.setattr(nltk.data, "path", [str(shared / "nltk_data")])
+    from nltk.translate.meteor_score import meteor_score
+
+    sent, read = (["the", *some, "called", "his", "mother"] for some in (["doctor", "swiftly"], ["quickly", "physician"]))
+    assert 0 < meteor(" ".join(sent), " ".join(read)) == meteor_score([sent], read)
 
 
 @settings(max_examples=50, deadline=None)

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from math import nan
 from typing import Any, Literal
 
@@ -88,11 +88,24 @@ def jaccard() -> TextMetric:
     return TextMetric("jaccard", _jaccard)
 
 
+@cache
+def _english() -> Any:
+    """NLTK's WordNet without the map to another version of it, which only other languages need and which takes longest to
+    load."""
+    from nltk.corpus import CorpusReader, LazyCorpusLoader, WordNetCorpusReader
+
+    class English(WordNetCorpusReader):  # type: ignore[misc]  # NLTK has no types
+        def map_wn(self, version: str = "wordnet") -> None:
+            return None
+
+    return LazyCorpusLoader("wordnet", English, LazyCorpusLoader("omw-2.0", CorpusReader, ".*"))
+
+
 def meteor(reference: str, read: str) -> float:
     """METEOR of ``read`` with ``reference``, in ``[0, 1]``; WordNet must be there (``wordnet``)."""
     from nltk.translate.meteor_score import meteor_score
 
-    return float(meteor_score([words(reference)], words(read))) if words(read) else 0.0
+    return float(meteor_score([words(reference)], words(read), wordnet=_english())) if words(read) else 0.0
 
 
 @dataclass(frozen=True)
