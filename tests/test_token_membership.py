@@ -297,6 +297,9 @@ def test_the_task_is_what_the_folder_says(tmp_path: Path, causal_folder: Path, m
     for folder, task in ((causal_folder, "causal"), (model_folder, "classification")):
         plan = plan_for(folder, tmp_path, base=str(folder)).checked()
         assert (plan.task, plan.attacks) == (task, registry.usual_membership(task))
+        protected = plan_for(folder, tmp_path, base=str(folder), defense="dropout:0.1").checked().attacks
+        knowing = registry.membership_adversaries("dropout:0.1").attacks
+        assert protected is not None and knowing and {*protected} == {*registry.usual_membership(task), *knowing}
     with pytest.raises(InputError, match="wbc is an attack on causal models"):
         plan_for(model_folder, tmp_path, attacks=("wbc",)).checked()
 

@@ -11,7 +11,7 @@ from rasura.core.interfaces import Defense, InputError
 from rasura.core.options import known
 from rasura.core.values import Task
 from rasura.metrics.membership import auc_bound, needed
-from rasura.registry import MEMBERSHIP, parse_defense, usual_membership
+from rasura.registry import MEMBERSHIP, membership_adversaries, parse_defense, usual_membership
 from rasura.runs.membership_rows import cut, learned, told_by, trained_under
 from rasura.victims.adapters import base_of
 from rasura.victims.recipe import Recipe
@@ -23,15 +23,15 @@ class MembershipPlan:
     """Attacks that separate ``members`` from ``non_members`` (files of texts with labels) of the trained ``model``.
 
     ``rows``: the ``rows.json`` of a training run, which lists the rows of ``members`` that were used. If ``non_members`` is
-    None, the rows held out are the non-members. ``base``: the public model from which training started; None for the base of
-    an adapter, or the one that ``rows`` name. ``task``: None for what the model's folder says, otherwise classification.
-    ``attacks``: None for the usual ones of the task. ``defense``, ``recipe``: how the model was trained; without ``recipe``
-    as ``rows`` say, or for five epochs. The adversary trains ``shadow_models`` models in the same way, each on a random half
-    of the candidates and of ``reference``, a file of other texts. Texts are cut as ``rows`` say. ``fprs``: false positive
-    rates; empty for 1 % and 0.1 %, if there are enough texts. ``epsilon``, ``delta``: a guarantee with which the figures are
-    compared. ``limit``: maximum number of texts asked about on each side; others are compared with all ``members``.
-    ``text_column``, ``pair_column``, ``label_column``: unusual column names of the files. Labels that are text stand for
-    the model's classes of the same names.
+    None, the rows held out are the non-members. ``base``: the public model from which training started; None for the base
+    of an adapter, or the one that ``rows`` name. ``task``: None for what the model's folder says, otherwise classification.
+    ``attacks``: None for the usual ones of the task, and those that know ``defense``. ``defense``, ``recipe``: how the
+    model was trained; without ``recipe`` as ``rows`` say, or for five epochs. The adversary trains ``shadow_models`` models
+    in the same way, each on a random half of the candidates and of ``reference``, a file of other texts. Texts are cut as
+    ``rows`` say. ``fprs``: false positive rates; empty for 1 % and 0.1 %, if there are enough texts. ``epsilon``,
+    ``delta``: a guarantee with which the figures are compared. ``limit``: maximum number of texts asked about on each side;
+    others are compared with all ``members``. ``text_column``, ``pair_column``, ``label_column``: unusual column names of
+    the files. Labels that are text stand for the model's classes of the same names.
     """
 
     model: str
@@ -89,7 +89,9 @@ class MembershipPlan:
         """This plan, with base, task and attacks filled in. Raises ``InputError`` if it is wrong."""
         task = self.task or task_of(self.model)
         known("task", task, [t for t in get_args(Task) if t != "vision"])
-        attacks = usual_membership(task) if self.attacks is None else self.attacks
+        attacks = self.attacks
+        if attacks is None:  # without those that know the protection, nothing could be said of the model
+            attacks = tuple(dict.fromkeys((*usual_membership(task), *membership_adversaries(self.defense).attacks)))
         _ = self.parts
         self._check_protection()
         truncate, max_length = cut(self._told(), str(self.rows), self.truncate, self.max_length)
