@@ -250,6 +250,13 @@ def test_adapters_are_trained_alone_and_saved_as_adapters(tmp_path: Path, model_
     assert all("lora" in n or "classifier" in n for n in saved) and result["lora"] == 2
 
 
+def test_training_an_adapter_prints_no_warning_that_is_for_programmers(tmp_path: Path, model_folder: Path) -> None:
+    pytest.importorskip("peft")
+    asked = ("--model", model_folder, "--lora", "2", "--epochs", "1", "--out", tmp_path / "run")
+    done = rasura_command("train", notes(tmp_path), *asked)
+    assert done.returncode == 0 and "Warning" not in done.stderr, done.stderr
+
+
 @pytest.mark.parametrize("lora", [0, 2])
 def test_a_trained_model_names_its_classes_an_adapter_too(tmp_path: Path, model_folder: Path, lora: int) -> None:
     pytest.importorskip("peft")

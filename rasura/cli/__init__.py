@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 
 from rasura.cli import (
     about,
@@ -57,6 +58,8 @@ class Told(logging.Handler):
 
 def main() -> None:
     """Entry point: an error that the user can fix prints one line and exits with code 2, without a traceback."""
+    # How these libraries will call each other in a later version is nothing to who runs a command.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers|peft")
     log, told = logging.getLogger("rasura.data"), Told()
     log.addHandler(told)
     log.setLevel(logging.INFO)
