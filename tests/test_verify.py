@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from rasura.attacks.shared import verify
 from rasura.attacks.shared.comparing import cosine, relative_error
-from rasura.attacks.shared.decoys import decoys, weakest
+from rasura.attacks.shared.decoys import decoys, longer_or_shorter, weakest
 from rasura.attacks.shared.labelings import labelings, pad, turned
 from rasura.attacks.shared.verify import (
     apart,
@@ -249,7 +249,8 @@ def least_of(seen: Observation, texts: Sequence[Sequence[int]], labels: Tensor, 
     whole = inputs(guess)
     logits = seen.model(**{k: v for k, v in whole.items() if k != "labels"}).logits
     weak = weakest(logits, whole["labels"], whole["attention_mask"])
-    found = decoys(seen, guess, inputs=whole, weakest=weak, rng=generator(0, "decoys"))
+    found = [*decoys(seen, guess, inputs=whole, weakest=weak, rng=generator(0, "decoys"))]
+    found += longer_or_shorter(seen, guess, logits)
     names, local = list(seen.gradients), announced_update(seen)
     return min(relative_error(changed(seen.model, inputs(d), names, local)[0], seen.gradients, seen.visible) for d in found)
 
@@ -269,6 +270,46 @@ def test_a_proof_holds_the_error_the_labels_and_the_least_error_of_its_decoys(ki
     assert prove(seen, [*rows[:-1], [*rows[-1][:-2], 99, rows[-1][-1]]], types) is None
     if types is not None:
         assert prove(seen, rows) is None, "without its segments the text is another one"
+
+
+def certain_of(model: nn.Module, text: Sequence[int]) -> nn.Module:
+    """``model`` trained until it is all but certain of the last token of ``text``, and of no other."""
+    ids = torch.tensor([list(text)])
+    labels = torch.full_like(ids, -100)
+    labels[0, -1] = ids[0, -1]
+    steps = torch.optim.Adam(model.parameters(), 1e-2)
+    for _ in range(100):
+        loss = model(input_ids=ids, labels=labels).loss
+        if loss < 2e-3:
+            break
+        steps.zero_grad()
+        loss.backward()
+        steps.step()
+    return model.eval()
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_a_causal_text_is_not_proven_without_the_last_word_that_the_model_foresees(family: str) -> None:
+    whole = [CLS, 40, 3, 41, 9, 42]
+    model = certain_of(tiny(family, "causal"), whole)
+    for sent, other in ((whole, whole[:-1]), (whole[:-1], whole)):
+        seen = seen_of(model, [sent], task="causal")
+        assert check(seen, [other])[0] < 1e-3, "the error alone would prove it"
+        assert prove(seen, [other]) is None and prove(seen, [sent]) is not None
+        batch = seen_of(model, [sent, MORE[0]], task="causal")
+        assert prove(batch, [other, MORE[0]]) is None and prove(batch, [sent, MORE[0]]) is not None
+
+
+def test_no_text_is_longer_than_the_positions_or_the_lengths_that_are_known() -> None:
+    model = tiny("gpt2", "causal")
+    whole = [CLS, *range(10, 73)]
+    assert len(whole) == 64 and prove(seen_of(model, [whole], task="causal"), [whole]) is not None
+    text = [CLS, 40, 3, 41, 9, 42]
+    seen = seen_of(certain_of(model, text), [text[:-1]], task="causal")
+    logits = model(input_ids=torch.tensor([text[:-1]])).logits
+    assert list(longer_or_shorter(seen, (tuple(text[:-1]),), logits)) == [(tuple(text),), (tuple(text[:-2]),)]
+    known = replace(seen, granted={**seen.granted, Grant.LENGTHS: torch.tensor([5])})
+    assert not list(longer_or_shorter(known, (tuple(text[:-1]),), logits))
 
 
 @pytest.mark.parametrize("kind", ["bert", "gpt2", "llama causal"])

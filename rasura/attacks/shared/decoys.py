@@ -10,8 +10,9 @@ from torch import Generator, Tensor
 from rasura.attacks.shared.dummies import ordinary_ids
 from rasura.attacks.shared.twins import Texts, nearest, twins
 from rasura.core.updates import changed
-from rasura.core.values import Observation, Vocabulary
+from rasura.core.values import Grant, Observation, Vocabulary
 from rasura.victims.models import parts
+from rasura.victims.positions import positions
 
 MAX_TEXTS = 4
 """Texts of a batch that get decoys of their own: those whose share of the loss's gradient is smallest, so the worst told."""
@@ -75,6 +76,31 @@ def decoys(
     if sorted(near) != sorted(tokens):
         yield near
     yield _with(tokens, {(row, n): other(tokens[row][n]) for row, n in free})
+
+
+def longer_or_shorter(seen: Observation, tokens: Texts, logits: Tensor) -> Iterator[Texts]:
+    """Of a causal batch, two batches of other lengths, where these are not granted: one text goes on with the word that the
+    model foresees, or lacks its last word. A word that the model is certain of leaves hardly anything in the update.
+
+    Of all texts, the one whose word is the most certain is taken. ``logits``: ``(batch, length, words)``, of ``tokens``.
+    """
+    vocabulary = seen.vocabulary
+    if seen.task != "causal" or Grant.LENGTHS in seen:
+        return
+    p, ordinary = logits.detach().double().softmax(-1), ordinary_ids(vocabulary)
+    most = positions(seen.model)
+    worded = [row for row, text in enumerate(tokens) if text[-1] not in vocabulary.special_ids]
+    if going := [row for row in worded if most is None or len(tokens[row]) < most]:
+        ahead = {row: p[row, len(tokens[row]) - 1, ordinary].max(0) for row in going}
+        row = max(going, key=lambda row: float(ahead[row].values))
+        yield _replaced(tokens, row, (*tokens[row], int(ordinary[ahead[row].indices])))
+    if ending := [row for row in worded if len(tokens[row]) > 2]:
+        row = max(ending, key=lambda row: float(p[row, len(tokens[row]) - 2, tokens[row][-1]]))
+        yield _replaced(tokens, row, tokens[row][:-1])
+
+
+def _replaced(tokens: Texts, row: int, text: tuple[int, ...]) -> Texts:
+    return (*tokens[:row], text, *tokens[row + 1 :])
 
 
 def _with(tokens: Texts, new: dict[tuple[int, int], int]) -> Texts:

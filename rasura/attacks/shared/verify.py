@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
 
 from rasura.attacks.shared.comparing import relative_error, scale
-from rasura.attacks.shared.decoys import decoys, free_places, weakest
+from rasura.attacks.shared.decoys import decoys, free_places, longer_or_shorter, weakest
 from rasura.attacks.shared.dummies import ordinary_ids
 from rasura.attacks.shared.labelings import labelings, pad, targets, turned
 from rasura.attacks.shared.twins import Texts, twins
@@ -181,8 +182,9 @@ def prove(seen: Observation, tokens: Sequence[Sequence[int]], types: Sequence[Se
     weak = weakest(logits, labels, inputs["attention_mask"])
     shown = entries(seen)
     min_decoy, far = math.inf, _Decoys(seen, shown)
-    for decoy in decoys(seen, guess, inputs=inputs | {"labels": labels}, weakest=weak, rng=generator(0, "decoys")):
-        other = _inputs(seen, decoy, types)[0]
+    alike = decoys(seen, guess, inputs=inputs | {"labels": labels}, weakest=weak, rng=generator(0, "decoys"))
+    for decoy in chain(longer_or_shorter(seen, guess, logits), alike):
+        other = _inputs(seen, decoy, types if seen.task != "causal" else None)[0]
         other["labels"] = labels if seen.task != "causal" else targets(other["input_ids"], other["attention_mask"])
         missed = far.missed(other, error)
         if not apart(error, missed):  # nor is one whose update is no number
