@@ -96,7 +96,10 @@ def checked_shape(found: Sequence[object], where: str) -> tuple[int, ...]:
 def check_names(entries: Sequence[Entry], file: Path) -> None:
     """Raises ``InputError`` if a file holds no tensor, too many, or one twice."""
     if not entries:
-        raise InputError(f"{file} holds no tensor; expected one per parameter name")
+        raise InputError(
+            f"{file} holds no tensor under the name of a parameter; expected one for each (the state of an optimizer, whose "
+            "tensors are numbered, is not read)"
+        )
     if len(entries) > MAX_TENSORS:
         raise InputError(f"{file} holds {len(entries)} tensors; expected at most {MAX_TENSORS}")
     seen: set[str] = set()
