@@ -98,6 +98,13 @@ def test_parts_that_change_a_step_are_refused(more: str) -> None:
     assert told("frozen-embeddings+dp-sgd:1.0").trained < told("dp-sgd:1.0").trained
 
 
+@pytest.mark.parametrize("more", ["noise=laplace", "clip=0.001/quantile=0.5", "per=layer"])
+def test_clips_of_another_kind_are_refused(more: str) -> None:
+    """Laplace noise clips the sum of absolute entries, and a clip that follows the norms does not stay at the first one."""
+    with pytest.raises(InputError, match=f"leave {more.split('/')[-1].split('=')[0]}=.* out of what is diagnosed"):
+        told(f"dp-sgd:1.0/{more}")
+
+
 @pytest.mark.slow
 def test_larger_batches_are_advised_only_where_they_help() -> None:
     found = told("dp-sgd", target_epsilon=0.5, examples=50, batch_size=64)

@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +27,9 @@ FAR = 10.0
 ENOUGH = 3.0
 """The ratio of signal to noise after all steps below which little is learned: a head learned nothing at 1.1 and little at
 1.8 (``benchmarks/README.md``)."""
+
+PLAIN = {"noise": "gaussian", "quantile": None, "per": None}
+"""The options of ``dp-sgd`` whose clips and noise a diagnosis knows."""
 
 PRIVATE = (
     "These {m} texts were looked at without noise, and no epsilon counts it. Use public texts of the same kind, or choose "
@@ -78,7 +80,8 @@ def diagnose_training(
 
     The signal is estimated from products of different texts' clipped gradients, with a jackknife interval; its lower end is
     what the findings go by. It holds for the model as it is now: later it is mostly smaller. Raises ``InputError`` for other
-    protections, also beside these, for fewer than two texts, and as ``protect_training`` does.
+    protections, also beside these, for ``dp-sgd`` with Laplace noise or other clips (``quantile``, ``per``), for fewer than
+    two texts, and as ``protect_training`` does.
     """
     run = Run(examples, batch_size, epochs, delta)
     if target_epsilon is not None:
@@ -88,8 +91,12 @@ def diagnose_training(
     if carrier is None or carrier.name not in SAMPLED:
         names = " + ".join(p.counted.name for p in parts)
         raise InputError(f"a diagnosis needs {' or '.join(SAMPLED)} with a guarantee; found {names}")
-    if carrier.parameters.get("per") is not None:
-        raise InputError("a diagnosis looks at clips of whole gradients; leave per=layer out of what is diagnosed")
+    other = [f"{name}={carrier.parameters[name]}" for name, usual in PLAIN.items() if carrier.parameters.get(name) != usual]
+    if carrier.name == "dp-sgd" and other:
+        raise InputError(
+            "a diagnosis knows one clip for the length of a whole gradient, and Gaussian noise; "
+            f"leave {' and '.join(other)} out of what is diagnosed"
+        )
     beside = [p.mechanism.name for p in parts if p.mechanism is not carrier and p.mechanism.stage is not Stage.MODEL]
     if beside:
         raise InputError(
@@ -105,7 +112,7 @@ def diagnose_training(
     once = None if found.signal is None else times * found.signal
     after, least = (None if s is None else times * s * math.sqrt(run.steps) for s in (found.signal, found.least))
     findings = [] if public else [PRIVATE.format(m=size)]
-    findings += _of_norms(found, carrier, optimizer) + _of_noise(found, run, after, least or 0.0, target_epsilon, carrier)
+    findings += _of_norms(found, carrier, optimizer) + _of_noise(found, run, after, least or 0.0, target_epsilon)
     if why is not None:
         findings.append(f"The texts of a batch go one by one, which is slow: {why}.")
     if run.fails >= 1 / examples:
@@ -209,9 +216,7 @@ def _of_norms(found: _Look, carrier: Mechanism, optimizer: torch.optim.Optimizer
     return out
 
 
-def _of_noise(
-    found: _Look, run: Run, after: float | None, least: float, target: float | None, carrier: Mechanism
-) -> list[str]:
+def _of_noise(found: _Look, run: Run, after: float | None, least: float, target: float | None) -> list[str]:
     count = len(found.norms)
     if not all(map(math.isfinite, found.norms)):
         return []
@@ -227,8 +232,7 @@ def _of_noise(
     batch = min(4 * run.batch_size, run.examples)
     if target is not None and batch > run.batch_size:
         wide = Run(run.examples, batch, run.epochs, run.delta)
-        kind: Any = carrier.parameters.get("noise", "gaussian")
-        less = found.sigma / sigma_for(target, wide.rate, wide.steps, wide.fails, noise=kind)
+        less = found.sigma / sigma_for(target, wide.rate, wide.steps, wide.fails)
         gain = batch / run.batch_size * less * math.sqrt(wide.steps / run.steps)
         if gain > 1.05:
             return [f"{says}: batches of {batch} would make the ratio {gain:.1f} times better at the same epsilon."]
