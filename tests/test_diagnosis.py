@@ -105,6 +105,16 @@ def test_clips_of_another_kind_are_refused(more: str) -> None:
         told(f"dp-sgd:1.0/{more}")
 
 
+@pytest.mark.parametrize(("rows", "one"), [(ALIKE, True), (DATA, False)])
+def test_texts_of_one_class_do_not_say_that_nothing_was_found(rows: Any, one: bool) -> None:
+    """They agree on their class, whatever a training would learn of what tells classes apart."""
+    model = tiny("bert", "classification", num_labels=2)
+    found = rasura.diagnose_training(
+        model, collate(rows[:6]), "dp-sgd:1e-5", examples=1000, batch_size=50, epochs=100, public=True
+    )
+    assert any("All 6 texts have one class" in says for says in found.findings) == one, found.findings
+
+
 @pytest.mark.slow
 def test_larger_batches_are_advised_only_where_they_help() -> None:
     found = told("dp-sgd", target_epsilon=0.5, examples=50, batch_size=64)

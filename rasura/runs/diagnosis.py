@@ -107,14 +107,13 @@ def diagnose_training(
         raise InputError(f"{size} different texts; expected at least two, and better thirty")
     with defended(model, parts):
         found = _looked(model, batch, size, carrier)
-        why = fault(model, batch)
+        slow = _of_speed(model, batch)
     times = min(run.batch_size, run.examples) / (found.sigma * found.clip * math.sqrt(found.trained))
     once = None if found.signal is None else times * found.signal
     after, least = (None if s is None else times * s * math.sqrt(run.steps) for s in (found.signal, found.least))
     findings = [] if public else [PRIVATE.format(m=size)]
     findings += _of_norms(found, carrier, optimizer) + _of_noise(found, run, after, least or 0.0, target_epsilon)
-    if why is not None:
-        findings.append(f"The texts of a batch go one by one, which is slow: {why}.")
+    findings += _of_one_class(batch) + slow
     if run.fails >= 1 / examples:
         findings.append(f"Delta {run.fails:.3g} is not below 1 / {examples}: publishing one text in full would satisfy it.")
     return Diagnosis(tuple(findings), found.norms, found.clip, found.sigma, run.steps, found.trained, once, after, least)
@@ -126,6 +125,20 @@ def _different(batch: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], int]:
     rows = [tuple(tuple(t[k].flatten().tolist()) for t in batch.values() if len(t) == size) for k in range(size)]
     kept = places_of_each(rows)
     return {name: t[kept] if len(t) == size else t for name, t in batch.items()}, len(kept)
+
+
+def _of_speed(model: nn.Module, batch: Mapping[str, Tensor]) -> list[str]:
+    why = fault(model, batch)
+    return [] if why is None else [f"The texts of a batch go one by one, which is slow: {why}."]
+
+
+def _of_one_class(batch: Mapping[str, Tensor]) -> list[str]:
+    """What is to be said where every text has the same label; nothing for a causal model, which has one a token."""
+    labels = batch.get("labels")
+    if labels is None or labels.dim() != 1 or len(set(labels.tolist())) > 1:
+        return []
+    return [f"All {len(labels)} texts have one class, so what they agree on may be that class alone, which says nothing of "
+            "telling classes apart. Look at texts of every class."]  # fmt: skip
 
 
 @dataclass(frozen=True)
