@@ -114,18 +114,21 @@ def of_audit(
     )
     store = RunStore(folder)
     try:
-        records, model = list(store), store.about["model"]
+        records, model, cells = list(store), store.about["model"], store.about["cells"]
     finally:
         store.close()
     if found.course:
         drawn = courses.courses(plan, records)
-        return courses.course_section(found, plan, drawn), courses.course_plot(drawn)
+        text = courses.course_section(found, plan, drawn)
+        return tables.with_rest(text, len(records), cells), courses.course_plot(drawn)
     kept.keep(path, model, records, plan.metrics)
     if found.train is None:
-        return tables.section(found, plan, records), plots.of_audit(found, plan, records)
+        text = tables.section(found, plan, records)
+        return tables.with_rest(text, len(records), cells), plots.of_audit(found, plan, records)
     training = files.prepared_training(found, plan, data)
     worth = trained(prepared(training, folder / "training", device), as_json)
     text = tables.tradeoff_section(found, plan, records, training, worth)
+    text = tables.with_rest(text, len(records), cells)
     return text, plots.of_tradeoff(found, plan, records, training, worth)
 
 

@@ -62,6 +62,12 @@ def section(study: Study, plan: Plan, records: Iterable[Mapping[str, Any]]) -> s
     return "\n".join([*lines, "", *(f"- {reason}" for reason in reasons), ""]).replace("\n\n\n", "\n\n")
 
 
+def with_rest(text: str, done: int, cells: int) -> str:
+    """The section ``text``; where only ``done`` of the ``cells`` of its run were run, it says so."""
+    rest = "cells were run so far, so rows may be missing; the same command goes on"
+    return text if done >= cells else f"{text.rstrip()}\n\n- {done} of {cells} {rest}\n"
+
+
 def ended(records: Sequence[Mapping[str, Any]]) -> str:
     """How many of ``records`` hold no guess, in the order of ``ENDED``."""
     counts = [sum(r["status"] == status for r in records) for status in ("failed", "crashed", "not_applicable")]
