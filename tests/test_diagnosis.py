@@ -118,7 +118,12 @@ def test_texts_of_one_class_do_not_say_that_nothing_was_found(rows: Any, one: bo
 @pytest.mark.slow
 def test_larger_batches_are_advised_only_where_they_help() -> None:
     found = told("dp-sgd", target_epsilon=0.5, examples=50, batch_size=64)
-    assert not any("would make the ratio" in one for one in found.findings)
+    assert not any("larger batches" in one or "less noise" in one for one in found.findings)
+    assert "Train fewer weights than" in " ".join(found.findings) and "or accept a larger epsilon" in " ".join(
+        found.findings
+    )
+    full = " ".join(told("dp-sgd:1.0", examples=50, batch_size=50).findings)
+    assert "larger batches" not in full and "more epochs or less noise" in full
 
 
 @pytest.mark.slow

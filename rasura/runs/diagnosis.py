@@ -241,12 +241,18 @@ def _of_noise(found: _Look, run: Run, after: float | None, least: float, target:
     below = f"below {ENOUGH:g} expect to learn little."
     if after >= ENOUGH:
         return [f"{seen}, but these {count} texts do not exclude {least:.2g}; {below} Look at more texts."]
-    says = f"{seen}; {below} Train fewer weights than {found.trained}, or take larger batches"
+    says = f"{seen}; {below} Train fewer weights than {found.trained}, or"
     batch = min(4 * run.batch_size, run.examples)
     if target is not None and batch > run.batch_size:
         wide = Run(run.examples, batch, run.epochs, run.delta)
         less = found.sigma / sigma_for(target, wide.rate, wide.steps, wide.fails)
         gain = batch / run.batch_size * less * math.sqrt(wide.steps / run.steps)
         if gain > 1.05:
-            return [f"{says}: batches of {batch} would make the ratio {gain:.1f} times better at the same epsilon."]
-    return [f"{says}, more epochs or less noise."]
+            return [
+                f"{says} take batches of {batch}: they would make the ratio {gain:.1f} times better at the same epsilon."
+            ]
+    if target is not None:
+        return [
+            f"{says} accept a larger epsilon."
+        ]  # at this one, larger batches help little, and more epochs need more noise
+    return [f"{says} take {'larger batches, ' * (batch > run.batch_size)}more epochs or less noise."]
