@@ -251,8 +251,6 @@ def _of_noise(found: _Look, run: Run, after: float | None, least: float, target:
             return [
                 f"{says} take batches of {batch}: they would make the ratio {gain:.1f} times better at the same epsilon."
             ]
-    if target is not None:
-        return [
-            f"{says} accept a larger epsilon."
-        ]  # at this one, larger batches help little, and more epochs need more noise
+    if target is not None:  # larger batches help little, and more epochs need more noise
+        return [f"{says} accept a larger epsilon."]
     return [f"{says} take {'larger batches, ' * (batch > run.batch_size)}more epochs or less noise."]
