@@ -6,6 +6,7 @@ import shutil
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 from audit_setting import TEXTS, model_folder
@@ -26,7 +27,7 @@ from rasura.studies.files import CELL, load_study, names, prepared
 from rasura.studies.filling import in_time, row_key, urgency
 from rasura.studies.metric_values import level_text, seeds_of, values_of
 from rasura.studies.plots import of_audit, write
-from rasura.studies.tables import section, write_section
+from rasura.studies.tables import head, section, write_section
 
 __all__ = ["model_folder"]
 
@@ -92,6 +93,22 @@ defenses = ["none"]
 attack = "span"
 paper = "12.3"
 """
+
+
+def test_the_notes_of_a_study_are_not_said_of_another_model_or_other_texts(tmp_path: Path) -> None:
+    study = load_study("one", study_folder(tmp_path, BODY.replace("[plan]", '[plan]\nmodel = "small"\ndata = "a.parquet"')))
+    plan = study.plan
+    assert isinstance(plan, Plan)
+
+    def said(**other: Any) -> str:
+        return "\n".join(head(study, replace(plan, **other), "about", ["a"]))
+
+    its_own = said(model="runs/models/small", data="elsewhere/a.parquet")
+    assert "the notes below" not in its_own and "--data" not in its_own and "--model" not in its_own
+    assert "the notes below" not in said(model="small/trained/none-0/model"), "as a script trains it"
+    assert "another model and other texts than the study: the notes below" in said(model="large", data="b.parquet")
+    assert "one --model large`" in said(model="large") and "one --data b.parquet`" in said(data="x/b.parquet")
+    assert "- everything" in said(data="b.parquet") and "other texts than the study" in said(data="b.parquet")
 
 
 def test_fewer_than_five_values_have_a_mean_and_no_interval() -> None:

@@ -235,11 +235,18 @@ def head(study: Study, plan: Plan | TrainPlan | ServicePlan, about: str, columns
         "",
         f"After {study.source}. Model {model}, {about}. Command: `{command}`.",
         "",
-        *(f"- {line}" for line in study.notes),
+        *(f"- {line}" for line in (*_other(study, plan), *study.notes)),
         "",
         row_of(columns),
         "|" + "---|" * len(columns),
     ]
+
+
+def _other(study: Study, plan: Plan | TrainPlan | ServicePlan) -> list[str]:
+    """What is to be said where ``plan`` has not the model or the texts that the notes of ``study`` are about."""
+    model = _name(plan.model).split("/")[0] != _name(study.plan.model)
+    parts = ["another model"] * model + ["other texts"] * ("--data" in _given(study, plan))
+    return [f"this run took {' and '.join(parts)} than the study: the notes below are about the study's own"] * bool(parts)
 
 
 def _name(model: str) -> str:
@@ -275,6 +282,8 @@ def _given(study: Study, plan: Plan | TrainPlan | ServicePlan) -> str:
     }  # fmt: skip
     model = _name(plan.model)
     out = [] if study.command or model == _name(study.plan.model) else [f" --model {model}"]
+    file, own = (Path(one.data or "").name for one in (plan, study.plan))
+    out += [f" --data {file}"] * (file != own)
     for field, option in names.items():
         value = getattr(plan, field, None)
         if value != getattr(study.plan, field, None):
