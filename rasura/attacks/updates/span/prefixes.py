@@ -28,8 +28,9 @@ TOLERANCE = 1e-3
 LEVELS = (0.1, 0.3, 1.0)
 """Fractions of the tolerance by which texts are chosen: true tokens stay below the first one where nothing was rounded."""
 
-LONGEST_RUN = 16
-"""Maximum number of consecutive tokens that explain nothing new."""
+MOST_REPEATED = 16
+"""Maximum number of tokens of a text that explain nothing new. A true text has them in one run, at its beginning. In a
+blurred row space they may follow any token, and texts would grow for minutes."""
 
 
 @dataclass(frozen=True)
@@ -192,7 +193,7 @@ def _grown(grower: Grower, alive: list[Prefix], longest: int, batch_size: int | 
         for prefix in alive:
             longer = grower.extensions(prefix) if prefix.basis.shape[1] < longest else []
             accepted += len(longer)
-            runs += [p for p in longer if 0 < p.run <= LONGEST_RUN]
+            runs += [p for p in longer if p.run and p.new.count(False) <= MOST_REPEATED]
             longer = [p for p in longer if not p.run]
             following += longer
             if not longer and prefix.tokens:
