@@ -148,7 +148,7 @@ def test_a_loop_spends_what_it_says_and_canaries_see_it() -> None:
             model(**batch).loss.backward()
     assert ledger.releases == canaries.releases == 4 and 7.9 < ledger.epsilon <= 8
     assert not canaries.measure(ledger).refuted
-    with pytest.raises(InputError, match="clips of whole gradients"):
+    with pytest.raises(InputError, match="one clip for the length of a whole gradient"):
         rasura.diagnose_training(
             tiny("bert", "classification"), collate(DATA[:4]), "dp-sgd:1.0/per=layer", examples=24, batch_size=4, public=True
         )
