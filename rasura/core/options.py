@@ -16,7 +16,7 @@ def parts_of(protection: str) -> list[str]:
     >>> parts_of("frozen-embeddings+dropout:0.1"), parts_of('santext+:epsilon=1/vectors="a+b.vec"')
     (['frozen-embeddings', 'dropout:0.1'], ['santext+:epsilon=1/vectors="a+b.vec"'])
     """
-    return [part.strip() for part in re.findall(r'(?:"[^"]*"|[^+"]|\+(?!\s*[A-Za-z])|")+', protection)]
+    return [part.strip() for part in re.findall(r'(?:"[^"]*"|[^+"]|\+(?=[:/]|$)|")+', protection)]
 
 
 def name_of(part: str) -> str:
