@@ -16,6 +16,7 @@ from hypothesis import strategies as some
 from rows import GUESS, MANY, METRIC, READ, column, of, record, runs
 
 from rasura.core.interfaces import InputError, NotSent
+from rasura.core.options import names_of
 from rasura.metrics.intervals import mean_interval
 from rasura.registry import ATTACKS, DEFENSES, adversaries
 from rasura.report.findings import findings, summarise
@@ -30,7 +31,6 @@ from rasura.report.verdicts import (
     READS,
     WORDS,
     Verdict,
-    names_of,
     plain,
     texts_needed,
     verdict,

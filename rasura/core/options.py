@@ -24,6 +24,11 @@ def name_of(part: str) -> str:
     return part.strip().partition(":")[0].partition("/")[0]
 
 
+def names_of(protection: str) -> tuple[str, ...]:
+    """``"frozen-embeddings+dropout:0.1"`` as the names of its parts."""
+    return tuple(map(name_of, parts_of(protection)))
+
+
 def opened(part: str, keys: Collection[str] = ()) -> str | None:
     """One part of a protection with the value of its figure left out, as ``rasura calibrate`` takes it:
     ``dp-sgd/clip=0.5`` of ``dp-sgd:0.1/clip=0.5``. ``keys``: the options that can be that figure; without any, it is the

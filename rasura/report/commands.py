@@ -8,12 +8,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rasura.core.options import opened, parts_of
+from rasura.core.options import names_of, opened, parts_of
 from rasura.core.records import ACTIVE_THREATS, MASK
 from rasura.report.language import recorded, tell
 from rasura.report.matrix import SUMMED, Findings
 from rasura.report.missing import HOLDS_WITHIN
-from rasura.report.verdicts import ABOVE, READS, Verdict, names_of, plain, texts_needed
+from rasura.report.verdicts import ABOVE, READS, Verdict, plain, texts_needed
 
 OPTIONS = {
     "reference": "reference", "language_model": "language-model", "entries": "entries", "model": "model", "task": "task",

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rasura.core.options import names_of
 from rasura.core.rounding import percent, percent_above, percent_below
 from rasura.report.commands import OF_TRAINING, Step, command
 from rasura.report.head import Made, duration, machine, origin, settings
@@ -26,7 +27,7 @@ from rasura.report.membership_verdict import (
 from rasura.report.missing import of_a_trained_model
 from rasura.report.roc import roc_plot
 from rasura.report.template import filled
-from rasura.report.verdicts import names_of, plain
+from rasura.report.verdicts import plain
 
 
 @dataclass(frozen=True)

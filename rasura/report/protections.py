@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rasura.core.options import names_of
 from rasura.report.commands import Step, next_step
 from rasura.report.findings import recommended
 from rasura.report.head import UNKNOWN, Made, per
@@ -13,7 +14,7 @@ from rasura.report.language import number, recorded, size, tell
 from rasura.report.matrix import Entry, Findings
 from rasura.report.missing import HOLDS_WITHIN
 from rasura.report.pooled import Level
-from rasura.report.verdicts import Verdict, names_of, plain
+from rasura.report.verdicts import Verdict, plain
 
 PRIVATE = "differential privacy"
 """What a guarantee is called that the registry records with epsilon."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
-from rasura.core.options import name_of, parts_of
+from rasura.core.options import names_of
 from rasura.core.rounding import percent, percent_above
 from rasura.metrics.intervals import mean_interval
 from rasura.report.language import recorded, tell
@@ -48,11 +48,6 @@ from rasura.report.readings import (
 READS, ABOVE, NOT_MEASURED, NOT_TOLD = "reads", "above guessing", "not measured", "not told from guessing"
 WORDS = (READS, ABOVE, NOT_MEASURED, NOT_TOLD)
 """The verdicts, the worst first: that of several columns is the worst of theirs."""
-
-
-def names_of(defense: str) -> tuple[str, ...]:
-    """``"frozen-embeddings+dropout:0.1"`` as the names of its parts."""
-    return tuple(map(name_of, parts_of(defense)))
 
 
 def plain(defense: str) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from torch import nn
 
-from rasura.core.options import name_of, parts_of
+from rasura.core.options import names_of
 from rasura.core.run_store import RunStore
 from rasura.core.specs import AttackSpec, DefenseSpec, MethodSpec, ServiceAttackSpec, ServiceProtectionSpec
 from rasura.registry.objects import Methods
@@ -43,7 +43,7 @@ def describe_run(
 
 
 def _names(protections: Iterable[str]) -> list[str]:
-    return sorted({name_of(part) for text in protections for part in parts_of(text)})
+    return sorted({name for text in protections for name in names_of(text)})
 
 
 def own_methods(

@@ -229,23 +229,23 @@ def _chance(metrics: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
 
 def head(study: Study, plan: Plan | TrainPlan | ServicePlan, about: str, columns: Sequence[str]) -> list[str]:
     """The lines of a section down to the head of its table."""
-    model, command = _name(plan.model), f"{study.command or f'rasura study {study.name}'}{_given(study, plan)}"
+    model, given, command = _name(plan.model), _given(study, plan), study.command or f"rasura study {study.name}"
     return [
         f"## {study.name}: {study.title}",
         "",
-        f"After {study.source}. Model {model}, {about}. Command: `{command}`.",
+        f"After {study.source}. Model {model}, {about}. Command: `{command}{given}`.",
         "",
-        *(f"- {line}" for line in (*_other(study, plan), *study.notes)),
+        *(f"- {line}" for line in (*_other(study, model, given), *study.notes)),
         "",
         row_of(columns),
         "|" + "---|" * len(columns),
     ]
 
 
-def _other(study: Study, plan: Plan | TrainPlan | ServicePlan) -> list[str]:
-    """What is to be said where ``plan`` has not the model or the texts that the notes of ``study`` are about."""
-    model = _name(plan.model).split("/")[0] != _name(study.plan.model)
-    parts = ["another model"] * model + ["other texts"] * ("--data" in _given(study, plan))
+def _other(study: Study, model: str, given: str) -> list[str]:
+    """What is to be said where the run, by its ``model`` and the options ``given``, is not of what the notes are about."""
+    other = model.split("/")[0] != _name(study.plan.model)
+    parts = ["another model"] * other + ["other texts"] * (" --data " in given)
     return [f"this run took {' and '.join(parts)} than the study: the notes below are about the study's own"] * bool(parts)
 
 
