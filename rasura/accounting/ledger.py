@@ -40,6 +40,7 @@ class Ledger:
         self._plan = [] if self.formal is None else planned_releases(self.formal, run, sizes=sizes, secure=secure)
         self._sized = bool(sizes)
         self.runs: list[Counted] = []
+        self.unmade: list[Counted] = []
         self._passes = 0
         self._check_target(self.planned)
 
@@ -90,17 +91,36 @@ class Ledger:
                 "the first weights; what was released before counts beside the new training"
             )
 
-    def _whole(self, runs: Sequence[Counted], passes: int) -> Guarantee:
-        """The guarantee of ``runs``, in ``passes`` passes, with what the plan still allows after them."""
-        rest: list[Counted] = []
-        if self._plan and (planned := self._plan[0][0]).sampling == "disjoint":
+    def end(self) -> None:
+        """The training ends before its plan, and its own releases may have decided that. ``spent`` is then of the whole
+        plan: how many releases there are depends on the texts, and epsilon of those made would hold only for a number that
+        does not (Rogers et al. 2016: a bound that is set beforehand holds, one that is read off afterwards does not)."""
+        self.unmade = self._rest(self.runs, self._passes)
+        self._passes = max([self._passes, *(release.number or 0 for release, _ in self.unmade)])
+
+    def _rest(self, runs: Sequence[Counted], passes: int) -> list[Counted]:
+        """What the plan still allows after ``runs``, in ``passes`` passes."""
+        if not self._plan:
+            return []
+        planned, made = self._plan[0][0], sum(count for _, count in runs)
+        if planned.sampling == "disjoint":
             begun = len({release.number for release, _ in runs if release.number is not None})
             numbers = range(passes + 1, passes + 1 + self.run.epochs - begun)
-            rest = [(replace(planned, number=number), 1) for number in numbers]
-        elif self._plan and planned.sampling != "fixed" and (left := self.run.steps - sum(count for _, count in runs)) > 0:
-            rest = [(planned, left)]
-        carrier = None if self.formal is None else self.formal.name
-        return stated([*runs, *rest], self.run, carrier=carrier, why=self.why, planned=True, sized=self._sized)
+            return [(replace(planned, number=number), 1) for number in numbers]
+        if planned.sampling != "fixed":
+            return [(planned, self.run.steps - made)] if made < self.run.steps else []
+        every, rest = self.run.steps_an_epoch, []
+        like = runs[-1][0] if runs else planned
+        while made < self.run.steps:
+            count = min(every - made % every, self.run.steps - made)
+            rest.append((replace(like, number=made // every + 1), count))
+            made += count
+        return rest
+
+    def _whole(self, runs: Sequence[Counted], passes: int) -> Guarantee:
+        """The guarantee of ``runs``, in ``passes`` passes, with what the plan still allows after them."""
+        carrier, every = None if self.formal is None else self.formal.name, [*runs, *self._rest(runs, passes)]
+        return stated(every, self.run, carrier=carrier, why=self.why, planned=True, sized=self._sized)
 
     def _check_target(self, whole: Guarantee, of: str = "") -> None:
         """Raises ``InputError`` unless ``whole``, which is ``of`` something, keeps to the target, if there is one."""
@@ -120,6 +140,7 @@ class Ledger:
             self._check_target(self._whole([*self.runs, (release, 1)], self._passes), "with a release apart from the plan, ")
         if release.sampling == "fixed" and release.number is not None:
             self._passes = release.number  # a pass begins with its first release: a look at a batch is none
+        self.unmade = []  # the training went on
         self._add(release, 1)
 
     def made(self, draw: Draw, sizes: Iterable[int], *, secret: bool) -> None:
@@ -140,17 +161,23 @@ class Ledger:
         return found.epsilon
 
     def spent(self) -> Guarantee:
-        """The guarantee of the releases made."""
+        """The guarantee of the releases made; after ``end``, of the whole plan."""
         carrier = None if self.formal is None else self.formal.name
-        return stated(self.runs, self.run, carrier=carrier, why=self.why, planned=False)
+        found = stated([*self.runs, *self.unmade], self.run, carrier=carrier, why=self.why, planned=False)
+        return _with_unmade(found, self._not_made)
+
+    @property
+    def _not_made(self) -> int:
+        return sum(count for _, count in self.unmade)
 
     def state_dict(self) -> dict[str, Any]:
-        """All that was counted, as plain values for JSON."""
+        """All that was counted, as plain values for JSON; after ``end``, with the releases that were not made."""
         return {
             **({} if self.run.unit == "text" else {"unit": self.run.unit}),
+            **({"unmade": self._not_made} if self.unmade else {}),
             "version": VERSION, "examples": self.run.examples, "batch_size": self.run.batch_size, "delta": self.run.fails,
             "passes": self._passes, "defense": [m.name for m in self.defense],
-            "runs": [{"release": release.to_dict(), "count": count} for release, count in self.runs],
+            "runs": [{"release": release.to_dict(), "count": count} for release, count in [*self.runs, *self.unmade]],
         }  # fmt: skip
 
     def load_state_dict(self, state: Any) -> None:
@@ -186,6 +213,17 @@ class Ledger:
         self.load_state_dict(parsed(path))
 
 
+def _with_unmade(found: Guarantee, unmade: int) -> Guarantee:
+    """``found``, which says that so many of the releases that count were ``unmade``."""
+    if not unmade or (found.epsilon is None and found.otherwise is None):
+        return found
+    says = (
+        f"{unmade} of these were not made: the training ended before its plan. They count, since when it ended may depend "
+        "on the texts"
+    )
+    return replace(found, warnings=(*found.warnings, says))
+
+
 def _alike(release: Release, planned: Release) -> bool:
     """Whether a release spends what the planned one does."""
     figures = ("noise", "multiplier", "sampling", "rate", "band", "separation")
@@ -218,13 +256,13 @@ def counted(path: str | Path, delta: float | None = None) -> Guarantee:
     run = Run(
         state["examples"], state["batch_size"], 1, state["delta"] if delta is None else delta, unit=state.get("unit", "text")
     )
-    return stated(runs, run, carrier=names.pop(), planned=False)
+    return _with_unmade(stated(runs, run, carrier=names.pop(), planned=False), state.get("unmade", 0))
 
 
 def read(state: Any) -> tuple[list[Counted], int]:
     """The releases of a ``state_dict``, and the number of its last pass. Raises ``InputError`` for anything else."""
     names = {"version", "examples", "batch_size", "delta", "passes", "defense", "runs"}
-    if not isinstance(state, Mapping) or set(state) - {"unit"} != names or state["version"] != VERSION:
+    if not isinstance(state, Mapping) or set(state) - {"unit", "unmade"} != names or state["version"] != VERSION:
         raise InputError(f"no state of a ledger; expected an object of version {VERSION} with {', '.join(sorted(names))}")
     whole = (
         _count(state["passes"], 0)
@@ -232,6 +270,7 @@ def read(state: Any) -> tuple[list[Counted], int]:
         and _count(state["batch_size"], 1)
         and isinstance(state["delta"], float)
         and state.get("unit", "text") in ("text", "person")
+        and _count(state.get("unmade", 0), 0)
     )
     if not whole or not isinstance(state["runs"], list):
         raise InputError("the state of a ledger lacks a list of releases, or has invalid numbers")

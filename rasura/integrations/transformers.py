@@ -151,7 +151,10 @@ class PrivateTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
             self._check_newest(Path(str(place)))
             if self.canaries is not None:
                 self.canaries.load(Path(str(place)) / CANARIES)
-        return super().train(resume_from_checkpoint, ignore_keys_for_eval=ignore_keys_for_eval)
+        done = super().train(resume_from_checkpoint, ignore_keys_for_eval=ignore_keys_for_eval)
+        if self.ledger is not None and self.state.global_step < self.state.max_steps:
+            self.ledger.end()  # by a callback, which may have looked at figures of the model
+        return done
 
     def _check_newest(self, place: Path) -> None:
         """Raises ``InputError`` where a checkpoint beside ``place``, or in the output folder, holds more releases."""

@@ -97,6 +97,8 @@ class FineTuning:
             self._book(figures)
             if progress is not None:
                 progress(self.history.epoch, self.recipe.epochs, figures)
+        if self.ledger is not None and self.history.epoch < self.recipe.epochs:
+            self.ledger.end()  # figures of its models ended it
         if self.recipe.keep == "best" and self.history.best_epoch not in (0, self.history.epoch):
             self._put(load_file(str(self.folder / "best.safetensors")))
         return self.history

@@ -1,0 +1,95 @@
+"""A training that its own figures end early has the guarantee of its whole plan: its length depends on the texts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rasura.accounting import Draw, Ledger, Run, epsilon
+from rasura.accounting.ledger import counted
+from rasura.registry import parse_defense
+
+pytest.importorskip("dp_accounting")
+
+NOT_MADE = "were not made: the training ended before its plan"
+
+
+def ledger(defense: str, sampling: Any) -> Ledger:
+    """For ten texts, four a step, four passes."""
+    return Ledger([p.mechanism for p in parse_defense(defense)], Run(10, 4, 4, 1e-3, sampling), sizes=[7, 3])
+
+
+def draws(made: Ledger, sampling: str, count: int) -> None:
+    for k in range(count):
+        if sampling == "poisson":
+            draw = Draw("poisson", 0.4)
+        elif sampling == "fixed":
+            draw = made.turn()
+        else:
+            draw = Draw("disjoint", number=k // 3 + 1)
+            made._passes = k // 3 + 1
+        made.made(draw, [7, 3], secret=True)
+
+
+@pytest.mark.parametrize(
+    ("defense", "sampling"), [("dp-sgd:2.0", "poisson"), ("dp-ftrl:2.0/band=2", "fixed"), ("directional:3", "shuffled")]
+)
+@pytest.mark.parametrize("steps", [0, 4, 6])
+def test_a_ledger_that_ended_early_states_its_plan(defense: str, sampling: str, steps: int, tmp_path: Path) -> None:
+    made, kept = ledger(defense, sampling), tmp_path / "ledger.json"
+    draws(made, sampling, steps)
+    so_far = made.spent().epsilon if steps else 0
+    made.end()
+    found = made.spent()
+    assert found.epsilon == made.planned.epsilon and so_far < found.epsilon and made.releases == steps
+    assert any(NOT_MADE in said for said in found.warnings)
+    kept.write_text(json.dumps(made.state_dict()))
+    assert (counted(kept).epsilon, counted(kept).warnings) == (found.epsilon, found.warnings)
+
+
+def test_a_ledger_whose_plan_was_made_says_nothing_of_an_end() -> None:
+    made = ledger("dp-sgd:2.0", "poisson")
+    draws(made, "poisson", 12)
+    made.end()
+    assert made.spent().warnings == () and made.spent().epsilon == epsilon(2.0, 0.4, 12, 1e-3)
+    assert "unmade" not in made.state_dict()
+
+
+def test_what_was_not_made_counts_no_more_when_the_training_goes_on() -> None:
+    made = ledger("dp-sgd:2.0", "poisson")
+    draws(made, "poisson", 4)
+    made.end()
+    draws(made, "poisson", 8)
+    assert made.releases == 12 and made.spent().epsilon == made.planned.epsilon
+
+
+def test_a_state_that_ended_early_is_loaded_as_if_all_had_been_made() -> None:
+    made, later = ledger("dp-sgd:2.0", "poisson"), ledger("dp-sgd:2.0", "poisson")
+    draws(made, "poisson", 4)
+    made.end()
+    later.load_state_dict(made.state_dict())
+    assert later.releases == 12 and later.spent().epsilon == made.planned.epsilon
+
+
+def test_a_trainer_that_a_callback_ends_states_its_plan(tmp_path: Path) -> None:
+    """Hugging Face's EarlyStoppingCallback looks at the loss of a model that learned from the texts."""
+    from private_setting import DATA, collate
+    from transformers import TrainerCallback, TrainingArguments
+
+    from rasura import PrivateTrainer
+    from rasura.testing.tiny import tiny
+
+    class Ends(TrainerCallback):  # type: ignore[misc]  # transformers has no types here
+        def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            control.should_training_stop = state.global_step == 2
+
+    args = TrainingArguments(str(tmp_path), per_device_train_batch_size=6, max_steps=5, report_to=[], use_cpu=True)
+    model = tiny("bert", "classification", num_labels=2)
+    trainer = PrivateTrainer(model, args, collate, DATA, defense="dp-sgd:1.0", delta=1e-3, callbacks=[Ends()])
+    trainer.train()
+    assert trainer.ledger is not None and trainer.ledger.releases == 2 and trainer.guarantee is not None
+    assert trainer.guarantee.epsilon == epsilon(1.0, 6 / 24, 5, 1e-3)
+    assert any(NOT_MADE in said for said in trainer.guarantee.warnings)
