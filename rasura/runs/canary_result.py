@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -9,9 +10,12 @@ from rasura.accounting import Ledger
 from rasura.runs.gradient_canaries import GradientCanaries
 
 
-def measured(canaries: GradientCanaries | None, ledger: Ledger) -> dict[str, Any]:
-    """Of a result: what the canaries show, and the guarantee. If they refute it, its warnings say so."""
+def measured(canaries: GradientCanaries | None, ledger: Ledger, uncovered: Sequence[str] = ()) -> dict[str, Any]:
+    """Of a result: what the canaries show, and the guarantee. If they refute it, its warnings say so. ``uncovered``: what
+    else to say beside it, where there is one."""
     promised = ledger.spent().to_dict()
+    if uncovered and ("epsilon" in promised or "otherwise" in promised):
+        promised["warnings"] = [*promised.get("warnings", ()), *uncovered]
     if canaries is None:
         return {"privacy": promised}
     found = canaries.measure(ledger)

@@ -37,6 +37,7 @@ from rasura.runs.noise_target import check_target
 from rasura.runs.scoring import versions
 from rasura.runs.train_plan import TrainPlan, by_chance
 from rasura.runs.trained import SERVED, claim, finished, folder_of, name_classes
+from rasura.runs.uncovered import uncovered
 from rasura.service_protections.service import Service
 from rasura.victims.adapters import with_fresh_adapter
 from rasura.victims.batching import apart, renamed, split
@@ -217,9 +218,12 @@ class Training:
             "encode_seconds": self.encoding, "protect_seconds": protecting,
             "device": self.device, "versions": versions(), "sitting": self.sitting, "weights": weights,
         }  # fmt: skip
-        result |= self._about(parts, test) | measured(canaries, ledger)
+        result |= self._about(parts, test) | measured(canaries, ledger, self._uncovered(parts))
         run.finish(result)
         return result
+
+    def _uncovered(self, parts: Defense) -> list[str]:
+        return uncovered(self.plan, self.rows, self.parted["held_out"], self._owners(parts) is not None)
 
     def _canaries(self, parts: Defense) -> GradientCanaries | None:
         """New canaries for a training under ``parts``, where they are asked for and can join it."""

@@ -1,0 +1,46 @@
+"""What a training's guarantee does not cover, as far as the training itself shows it: sentences that stand beside it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from rasura.core.batches import Batch, contents
+from rasura.runs.membership_rows import trained_under
+from rasura.runs.train_plan import TrainPlan
+
+
+def uncovered(plan: TrainPlan, rows: Sequence[Batch], held: Sequence[int], owned: bool) -> list[str]:
+    """The sentences for a training by ``plan`` on ``rows``, and which texts are ``held`` out. ``owned``: persons are
+    protected, each with all copies of a text."""
+    return [*_repeated([] if owned else rows), *_chose(plan, len(held)), *_trained_before(plan)]
+
+
+def _repeated(rows: Sequence[Batch]) -> list[str]:
+    often = [count for count in Counter(one for row in rows for one in contents(row)).values() if count > 1]
+    if not often:
+        return []
+    return [
+        f"the guarantee is for one row, and {len(often)} different training texts stand in several, up to {max(often)}. "
+        "Such a text has up to so many times the epsilon, at a delta that grows by far more. Remove the copies"
+    ]
+
+
+def _chose(plan: TrainPlan, held: int) -> list[str]:
+    if plan.recipe.compared == 1:
+        return []
+    return [
+        f"nothing is guaranteed for the {held} texts held out of {Path(plan.data).name}: without noise, they decide which "
+        "epoch is kept and when the training ends. Pass --keep last, and a --patience of all epochs"
+    ]
+
+
+def _trained_before(plan: TrainPlan) -> list[str]:
+    earlier = trained_under(plan.model)
+    if earlier is None:
+        return []
+    return [
+        f"{plan.model} was itself trained by rasura train, under {earlier}: for a text that was in that training too, what "
+        "it spent or gave away counts beside this guarantee"
+    ]

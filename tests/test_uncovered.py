@@ -1,0 +1,74 @@
+"""What a training says beside its guarantee: of texts in several rows, texts held out, and an earlier training."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from audit_setting import model_folder
+from training_setting import notes, text
+
+from rasura.runs.train_plan import TrainPlan
+from rasura.runs.training import Training
+from rasura.victims.recipe import Recipe
+
+pytest.importorskip("dp_accounting")
+
+__all__ = ["model_folder"]
+
+RECIPE = Recipe(epochs=1, batch_size=4, learning_rate=1e-3, keep="last", patience=1)
+
+
+def warnings(folder: Path, data: Path, model: Path, defense: str = "dp-sgd:1.0", **options: Any) -> list[str]:
+    plan = TrainPlan(
+        str(data), str(notes(folder, "test.jsonl", 4, start=40)), str(model),
+        **{"defenses": (defense,), "recipe": RECIPE, "delta": 1e-3, **options},
+    )  # fmt: skip
+    (found,) = Training(plan, folder / "run").run()
+    assert json.loads(next((folder / "run").glob("*/result.json")).read_text())["privacy"] == found["privacy"]
+    return list(found["privacy"].get("warnings", ()))
+
+
+def with_copies(folder: Path, of: int, copies: int) -> Path:
+    path = notes(folder)
+    more = "".join(json.dumps({"text": text(k), "label": k % 2, "who": "a"}) + "\n" for k in range(of)) * copies
+    path.write_text("".join(json.dumps({"text": text(k), "label": k % 2, "who": f"p{k}"}) + "\n" for k in range(12)) + more)
+    return path
+
+
+def test_a_training_on_texts_that_stand_there_once_has_nothing_to_add(tmp_path: Path, model_folder: Path) -> None:
+    assert warnings(tmp_path, notes(tmp_path), model_folder) == []
+
+
+def test_texts_in_several_rows_are_named(tmp_path: Path, model_folder: Path) -> None:
+    """Epsilon was said to be "for each text", also of a text that was drawn, clipped and added six times over."""
+    (said,) = warnings(tmp_path, with_copies(tmp_path, 6, 5), model_folder, holdout=0.3)
+    rows = r"the guarantee is for one row, and [2-6] different training texts stand in several, up to [4-6]\."
+    assert re.match(rows, said)
+
+
+def test_persons_are_covered_with_their_copies(tmp_path: Path, model_folder: Path) -> None:
+    data = with_copies(tmp_path, 6, 5)
+    assert warnings(tmp_path, data, model_folder, unit="who", holdout=0.3) == []
+
+
+@pytest.mark.parametrize("changed", [{"keep": "best", "epochs": 2, "patience": 2}, {"epochs": 2}])
+def test_held_out_texts_that_decide_something_are_named(changed: Any, tmp_path: Path, model_folder: Path) -> None:
+    recipe = Recipe(**{**vars(RECIPE), **changed})
+    said = warnings(tmp_path, notes(tmp_path), model_folder, recipe=recipe)
+    assert any(one.startswith("nothing is guaranteed for the 1 texts held out of notes.jsonl") for one in said)
+
+
+def test_a_model_that_was_trained_before_is_named(tmp_path: Path, model_folder: Path) -> None:
+    """A training without protection on the same texts began it: the page said (epsilon, delta) for each text."""
+    plan = TrainPlan(str(notes(tmp_path)), model=str(model_folder), recipe=RECIPE)
+    list(Training(plan, tmp_path / "first").run())
+    (said,) = warnings(tmp_path, notes(tmp_path), tmp_path / "first" / "none-0" / "model")
+    assert "was itself trained by rasura train, under none" in said and "counts beside this guarantee" in said
+
+
+def test_a_training_without_a_guarantee_has_nothing_to_limit(tmp_path: Path, model_folder: Path) -> None:
+    assert warnings(tmp_path, with_copies(tmp_path, 6, 5), model_folder, "gaussian:0.1", holdout=0.3) == []
