@@ -606,6 +606,10 @@ def test_a_resumed_trainer_counts_on(tmp_path: Path) -> None:
         (later / "rasura_ledger.json").write_text(json.dumps(state))
         with pytest.raises(InputError, match=r"checkpoint-18 holds 18 releases, and .*checkpoint-12, to go on from, 12"):
             third.train(resume_from_checkpoint=str(tmp_path / "checkpoint-12"))
+    # Killed after the weights were written and before the ledger was: its releases are in no ledger.
+    (tmp_path / "checkpoint-18" / "rasura_ledger.json").unlink()
+    with pytest.raises(InputError, match=r"checkpoint-18 is newer than .*checkpoint-12 and has no ledger"):
+        trainer(tmp_path, epochs=2, save_strategy="no").train(resume_from_checkpoint=str(tmp_path / "checkpoint-12"))
     shutil.rmtree(tmp_path / "checkpoint-18")
     (tmp_path / "checkpoint-12" / "rasura_ledger.json").unlink()
     with pytest.raises(InputError, match="is not a ledger"):

@@ -157,13 +157,18 @@ class PrivateTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         return done
 
     def _check_newest(self, place: Path) -> None:
-        """Raises ``InputError`` where a checkpoint beside ``place``, or in the output folder, holds more releases."""
+        """Raises ``InputError`` where a checkpoint beside ``place``, or in the output folder, holds more releases, or is
+        newer and does not say how many: a process that is killed while it saves leaves weights without a ledger."""
         assert self.ledger is not None  # it was loaded
         for folder in (place.parent, Path(str(self.args.output_dir))):
-            for file in sorted(folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*/{LEDGER}")):
-                if (found := releases_in(file)) > self.ledger.releases:
+            for other in sorted(folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*")):
+                if not (other / LEDGER).exists():
+                    if _step_of(other) > _step_of(place):
+                        raise InputError(f"{other} is newer than {place} and has no ledger, so what was released for it is "
+                            "not known. Remove it only if its weights never left this machine")  # fmt: skip
+                elif (found := releases_in(other / LEDGER)) > self.ledger.releases:
                     raise InputError(
-                        f"{file.parent} holds {found} releases, and {place}, to go on from, {self.ledger.releases}: what "
+                        f"{other} holds {found} releases, and {place}, to go on from, {self.ledger.releases}: what "
                         "was released after it would not be counted. Resume from the newest checkpoint. To go back instead, "
                         "move the newer ones elsewhere, and state the epsilon of all releases together"
                     )
@@ -183,3 +188,9 @@ class PrivateTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         if found is not None and found.epsilon is not None:
             logs = {**logs, "epsilon": float(above(found.epsilon))}
         super().log(logs, start_time)
+
+
+def _step_of(checkpoint: Path) -> int:
+    """The step of a checkpoint's folder by its name; 0 for a folder with another one."""
+    number = checkpoint.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")
+    return int(number) if number.isdecimal() else 0
