@@ -138,6 +138,16 @@ def test_an_epsilon_is_compared_with_every_rate() -> None:
     assert "no attack is shown to exceed it" in delta and tpr_bound(0.01, 0.5, 0.02) > 0.035
 
 
+def test_repeated_rows_are_a_third_reason_why_an_epsilon_is_exceeded() -> None:
+    """A text in six rows has up to six times the epsilon of one row, and "the guarantee does not hold" was said of it."""
+    for attack in (with_rates("lira", FEW), with_rates("lira", FEW, auc=0.9)):
+        said = " ".join(found(attack, defense="none", epsilon=0.5, n_repeated=5).checks)
+        assert "is above it" in said and "A guarantee is for one row. Rows are repeated here" in said
+        assert "A guarantee is for one row" not in " ".join(found(attack, defense="none", epsilon=0.5).checks)
+    weak = " ".join(found(with_rates("lira", FEW), defense="none", epsilon=2.0, n_repeated=5).checks)
+    assert "A guarantee is for one row" not in weak
+
+
 def test_the_rate_that_a_guarantee_permits_is_the_lower_of_its_two_lines() -> None:
     assert tpr_bound(0.01, 0.0) == pytest.approx(0.01) and tpr_bound(0.9, 0.0) == pytest.approx(0.9)
     assert tpr_bound(0.01, 0.5) == pytest.approx(math.exp(0.5) * 0.01)

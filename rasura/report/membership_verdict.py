@@ -126,6 +126,13 @@ def by_epsilon(done: Sequence[Record], plan: Mapping[str, Any], missing: Sequenc
                     most=number(percent_above(most, 2), "g"), rate=100 * fpr, attacks=", ".join(finding), **shown,
                 )
             )  # fmt: skip
+    if out and plan.get("n_repeated"):
+        out.append(
+            tell(
+                "A guarantee is for one row. Rows are repeated here: if the training had them too, a text in several rows "
+                "may exceed it although it holds."
+            )
+        )
     if out:
         return out
     if not real or missing or off(done):
