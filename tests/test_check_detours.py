@@ -92,6 +92,18 @@ DETOURS = {
     "a data set that a function doubles": program(loop(), "def build():\n    return train_set + train_set\n").replace(
         "DataLoader(train_set,", "DataLoader(build(),"
     ),
+    "a sample with replacement": program(loop(), "from torch.utils.data import Subset").replace(
+        "DataLoader(train_set,", "DataLoader(Subset(train_set, torch.randint(0, 9, (9,))),"
+    ),
+    "a sample with replacement, drawn before": program(
+        loop(), "import numpy as np", "drawn = np.random.default_rng().integers(0, 9, 9)\nrows = drawn.tolist()"
+    ).replace("DataLoader(train_set,", "DataLoader(train_set.select(rows),"),
+    "places of a sample with replacement": program(
+        loop(), before="some = train_set[torch.multinomial(weights, 9, True)]"
+    ).replace("DataLoader(train_set,", "DataLoader(some,"),
+    "a row that is listed twice": program(loop(), "from torch.utils.data import Subset").replace(
+        "DataLoader(train_set,", "DataLoader(Subset(train_set, [0, 1, 1]),"
+    ),
     "the graph of the loss": program(loop(STEP.replace("loss.backward()", "loss.grad_fn\nloss.backward()"))),
     "the model's forward": program(loop(STEP.replace("model(x)", "model.forward(x)"))),
     "a layer of the model": program(loop(STEP.replace("model(x)", "model.fc(x)"))),
@@ -286,3 +298,12 @@ def test_parts_of_a_batch_and_their_losses_have_a_figure(tmp_path: Path, inner: 
 def test_rates_by_a_function_have_a_figure(tmp_path: Path) -> None:
     made = "def rate(e):\n    return 0.9**e\nrates = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)\n"
     assert read(tmp_path, program(made + loop(STEP + "rates.step()\n"))).exit_code == 0
+
+
+@pytest.mark.parametrize("places", ["range(9)", "[0, 1, 2]", "torch.randperm(9)[:5]", "some"])
+def test_places_that_are_taken_once_have_a_figure(tmp_path: Path, places: str) -> None:
+    """Of a data set of random numbers, too: they are its values, not its places."""
+    made = program(loop(), "from torch.utils.data import Subset, TensorDataset", "some = [3, 4]").replace(
+        "DataLoader(train_set,", f"DataLoader(Subset(TensorDataset(torch.randint(0, 9, (9, 10))), {places}),"
+    )
+    assert read(tmp_path, made).exit_code == 0

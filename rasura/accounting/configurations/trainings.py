@@ -38,6 +38,12 @@ _REPEATING = (
 )  # fmt: skip
 """Calls that make copies of examples, or may."""
 
+_PLACING = ("Subset", "select", "take", "index_select")
+"""Calls that take the examples at given places."""
+
+_WITH_REPLACEMENT = ("randint", "random_integers", "integers", "randrange", "multinomial")
+"""Draws of numbers, of which one may come several times."""
+
 _ONE_BY_ONE = ("enumerate", "zip", "list", "tuple", "sorted", "tqdm", "items", "values", "keys", "iter")
 """Calls with as many items as what they are given, or fewer."""
 
@@ -138,9 +144,36 @@ def _may_repeat(scopes: Scopes, value: ast.expr) -> bool:
     comprehensions = [one for one in inner if isinstance(one, ast.ListComp | ast.GeneratorExp | ast.SetComp | ast.DictComp)]
     return (
         bool(named & set(_REPEATING))
+        or any(_repeated_places(scopes, place) for one in inner for place in _places(scopes, one))
         or any(map(_adds_up, inner))
         or any(len(one.generators) > 1 or not _one_by_one(scopes, one.generators[0].iter) for one in comprehensions)
     )
+
+
+def _places(scopes: Scopes, node: ast.AST) -> list[ast.expr]:
+    """The expressions of the places at which ``node`` takes examples."""
+    if isinstance(node, ast.Call) and scopes.original(node.func) in _PLACING:
+        given = node.args[scopes.original(node.func) == "Subset" :]  # whose first argument is the data set
+        return [*given, *(one.value for one in node.keywords if one.arg != "dataset")]
+    return [node.slice] if isinstance(node, ast.Subscript) else []
+
+
+def _repeated_places(scopes: Scopes, node: ast.expr) -> bool:
+    """Whether the places in ``node``, or in the variables behind it, may hold one more than once."""
+    seen: set[Variable] = set()
+    ahead: list[ast.expr] = [node]
+    for one in ahead:
+        for part in ast.walk(one):
+            if isinstance(part, ast.Call) and scopes.original(part.func) in _WITH_REPLACEMENT:
+                return True
+            if isinstance(part, ast.List | ast.Tuple):
+                numbers = [each.value for each in part.elts if isinstance(each, ast.Constant)]
+                if len(set(numbers)) < len(numbers):
+                    return True
+            if isinstance(part, ast.Name) and (variable := scopes.read(part)) is not None and variable not in seen:
+                seen.add(variable)
+                ahead += _made_of(scopes, part, ())[0][1:]
+    return False
 
 
 def _adds_up(node: ast.AST) -> bool:
