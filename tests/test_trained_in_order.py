@@ -92,6 +92,19 @@ def test_an_interrupted_training_is_refused_in_words(tmp_path: Path) -> None:
         run(tmp_path).run()
 
 
+@pytest.mark.parametrize("recipe", [RECIPE, replace(RECIPE, epochs=6, patience=2, learning_rate=1e-9)])
+def test_a_training_that_was_killed_behind_its_last_step_is_finished(tmp_path: Path, recipe: Recipe) -> None:
+    """It was refused, and to start over released everything a second time."""
+    plan = Run(10, 4, recipe.epochs, 1e-3, "fixed")
+    first, again = (run(tmp_path, plan=plan, recipe=recipe) for _ in range(2))
+    first.run()
+    again.run()
+    assert again.ledger.spent() == first.ledger.spent() and again.ledger.releases == first.ledger.releases > 0
+    assert all(torch.equal(one, other) for one, other in zip(first.model.parameters(), again.model.parameters()))
+    with pytest.raises(InputError, match=r"was drawn, and nothing was released|planned releases"):
+        again._epoch(again.history.epoch)
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [

@@ -180,11 +180,13 @@ class Ledger:
             "runs": [{"release": release.to_dict(), "count": count} for release, count in [*self.runs, *self.unmade]],
         }  # fmt: skip
 
-    def load_state_dict(self, state: Any) -> None:
-        """Resume from ``state``, as returned by ``state_dict``. The plan is then its releases and the remaining ones. Raises
+    def load_state_dict(self, state: Any, *, done: bool = False) -> None:
+        """Resume from ``state``, as returned by ``state_dict``. The plan is then its releases and the remaining ones.
+        ``done``: the training made its last release, so that even one that cannot be resumed can be stated. Raises
         ``InputError`` for anything else, for another data set or other protections, if this ledger has already counted
         releases or begun a pass, and if the plan exceeds the target."""
-        self.check_resumable()
+        if not done:
+            self.check_resumable()
         if self.runs:
             raise InputError(
                 f"this ledger has already counted {self.releases} releases; load a state before training begins"

@@ -241,16 +241,18 @@ class FineTuning:
         with safe_open(str(path), framework="pt") as file:
             found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
             about: dict[str, str] = file.metadata() or {}
+        history = History(**json.loads(about["history"]))
         if self.ledger is not None:
-            self.ledger.check_resumable(f"{path}: remove the folder to start over. ")
+            if not (done := history.finished(self.recipe)):
+                self.ledger.check_resumable(f"{path}: remove the folder to start over. ")
             if "ledger" not in about:
                 raise InputError(f"{path} has no ledger, so earlier releases are unknown; remove it to start over")
-            self.ledger.load_state_dict(json.loads(about["ledger"]))
+            self.ledger.load_state_dict(json.loads(about["ledger"]), done=done)
         if self.canaries is not None:
             if "canaries" not in about:
                 raise InputError(f"{path} has no canaries, so they did not see its releases; remove it to start over")
             self.canaries.load_state_dict(json.loads(about["canaries"]))
-        self.history = History(**json.loads(about["history"]))
+        self.history = history
         self.kept = json.loads(about.get("kept", "{}"))
         weights = {name: found[f"weight/{name}"] for name in self.trained}
         self._put(weights)
