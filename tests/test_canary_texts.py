@@ -193,3 +193,22 @@ def test_canaries_are_not_drawn_into_texts_whose_tokens_a_protection_chose(tmp_p
     with pytest.raises(InputError, match="input_ids that a protection chose"):
         draw(str(model_folder), str(data), 20, tmp_path / "drawn", task="classification")
     assert not (tmp_path / "drawn").exists()
+
+
+def test_whose_a_text_is_stays_and_each_canary_is_a_person_of_its_own(tmp_path: Path, model_folder: Path) -> None:
+    """The column was dropped, so that a training that protects persons could not take the texts."""
+    data, folder = tmp_path / "notes.jsonl", tmp_path / "canaries"
+    data.write_text(
+        "".join(json.dumps({"text": f"a note {k}", "label": k % 2, "who": f"p{k % 3}"}) + "\n" for k in range(9))
+    )
+    made = draw(str(model_folder), str(data), 40, folder, task="classification", unit="who")
+    rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
+    inside = {one.text for one in made if one.included}
+    assert {row["text"]: row["who"] for row in rows if row["text"] not in inside} == {
+        f"a note {k}": f"p{k % 3}" for k in range(9)
+    }
+    theirs = [row["who"] for row in rows if row["text"] in inside]
+    assert len(set(theirs)) == len(theirs) == len(inside) > 0 and all(row["who"] for row in rows)
+    for unit, given in (("who", None), ("label", str(data))):
+        with pytest.raises(InputError, match=f"unit is '{unit}'; expected a column of the training texts beside text, "):
+            draw(str(model_folder), given, 40, tmp_path / "other", task="classification", unit=unit)

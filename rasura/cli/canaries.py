@@ -25,6 +25,9 @@ def draw(
     number: Annotated[int, typer.Option(help="number of canaries; half of them are trained on")] = 500,
     task: TextTask = None,
     num_labels: Annotated[int | None, typer.Option(help="number of classes, if the model folder does not state it")] = None,
+    unit: Annotated[
+        str | None, typer.Option(help="column of --data that says whose each text is, kept for rasura train")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Write the texts to train on (train.jsonl), and the canaries with their coins, which must stay secret (canaries.json).
@@ -36,7 +39,7 @@ def draw(
         from rasura.runs.canaries import draw as drawn
 
         kind: Any = text_task(task, model, num_labels)
-        made = drawn(model, data, number, folder, task=kind, num_labels=num_labels)
+        made = drawn(model, data, number, folder, task=kind, num_labels=num_labels, unit=unit)
     inside = sum(one.included for one in made)
     if as_json:
         about = {"canaries": len(made), "included": inside, "train": str(folder / MIXED), "coins": str(folder / COINS)}

@@ -18,6 +18,7 @@ from rasura.core.answers import Answers
 from rasura.core.errors import InputError
 from rasura.core.files import read_limited, write_new
 from rasura.core.values import Task
+from rasura.data.columns import Columns
 from rasura.data.text import Example, load_examples
 from rasura.runs.training import encoded
 from rasura.victims.adapters import revision_of
@@ -27,6 +28,9 @@ from rasura.victims.weights import classes_for, is_adapter
 
 COINS, MIXED = "canaries.json", "train.jsonl"
 """The canaries with their coins, which must stay secret; and the texts to train on."""
+
+NAMES = ("text", "text_pair", "label")
+"""The columns of the texts to train on."""
 
 VERSION, MAX_BYTES, LENGTH, TRIES = 1, 1 << 26, 10, 100_000
 
@@ -41,18 +45,28 @@ class Canary:
 
 
 def draw(
-    model: str, data: str | None, number: int, folder: Path, *, task: Task, num_labels: int | None = None
+    model: str,
+    data: str | None,
+    number: int,
+    folder: Path,
+    *,
+    task: Task,
+    num_labels: int | None = None,
+    unit: str | None = None,
 ) -> tuple[Canary, ...]:
     """Draw ``number`` canaries for ``model`` and write two files into ``folder``: the canaries with their coins, and the
     texts of ``data`` together with the canaries that are in, in random order.
 
     A canary is ``LENGTH`` random words of the model's vocabulary, each one token. Coins, words, labels and order come from
-    the operating system. ``num_labels``: None for the classes of the folder's head, or as many as ``data`` needs. Raises
+    the operating system. ``num_labels``: None for the classes of the folder's head, or as many as ``data`` needs. ``unit``:
+    the column of ``data`` that says whose each text is, which is kept; each canary is a person of its own. Raises
     ``InputError`` for fewer than 20 canaries, for existing files, and for a vocabulary with too few words.
     """
     if number < 20:
         raise InputError(f"{number} canaries; expected at least 20, and some hundreds for a bound that says something")
-    given = load_examples(data, model=model) if data else []
+    if unit is not None and (data is None or unit in NAMES):
+        raise InputError(f"unit is {unit!r}; expected a column of the training texts beside {', '.join(NAMES)}")
+    given = load_examples(data, columns=Columns(unit=unit), model=model) if data else []
     if any(e.input_ids is not None for e in given):
         raise InputError(
             f"{data} holds input_ids that a protection chose, which would be lost; draw canaries into the original texts "
@@ -68,15 +82,16 @@ def draw(
         texts.add(" ".join(secrets.choice(words) for _ in range(LENGTH)))
     labels = [None if task == "causal" else secrets.randbelow(num_labels) for _ in texts]
     canaries = tuple(Canary(text, label, bool(secrets.randbits(1))) for text, label in zip(sorted(texts), labels))
-    rows = [*given, *(Example(c.text, label=c.label) for c in canaries if c.included)]
+    own = [None if unit is None else f"canary {secrets.token_hex(8)}" for _ in canaries]
+    rows = [*given, *(Example(c.text, label=c.label, unit=who) for c, who in zip(canaries, own) if c.included)]
     secrets.SystemRandom().shuffle(rows)
     told = {"version": VERSION, "task": task, "num_labels": num_labels, "canaries": [vars(c) for c in canaries]}
-    write_new(folder, {COINS: json.dumps(told, ensure_ascii=False), MIXED: "".join(_row(one) for one in rows)})
+    write_new(folder, {COINS: json.dumps(told, ensure_ascii=False), MIXED: "".join(_row(one, unit) for one in rows)})
     return canaries
 
 
-def _row(example: Example) -> str:
-    about = {"text": example.text, "text_pair": example.text_pair, "label": example.label}
+def _row(example: Example, unit: str | None) -> str:
+    about = dict(zip(NAMES, (example.text, example.text_pair, example.label))) | {unit or "": example.unit}
     return json.dumps({k: v for k, v in about.items() if v is not None}, ensure_ascii=False) + "\n"
 
 
