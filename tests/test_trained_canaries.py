@@ -71,6 +71,8 @@ def test_a_guarantee_that_is_false_is_refuted_in_every_place(
     assert "canaries refute it" in said and "it is refuted." in said
     kept = json.loads((tmp_path / "run" / "dp-sgd-8-0" / "result.json").read_text())
     assert kept["canaries"]["refuted"] and any("refute" in line for line in kept["privacy"]["warnings"])
+    spent = rasura_command("account", "--ledger", tmp_path / "run" / "dp-sgd-8-0" / "result.json")
+    assert "canaries refute it" in " ".join(spent.stdout.split())
     again = rasura_command(*words, "--json")
     assert again.returncode == 3 and json.loads(again.stdout)[0]["canaries"]["refuted"]
 

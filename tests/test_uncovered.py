@@ -11,6 +11,7 @@ import pytest
 from audit_setting import model_folder
 from training_setting import notes, text
 
+from rasura.accounting.ledger import counted
 from rasura.runs.train_plan import TrainPlan
 from rasura.runs.training import Training
 from rasura.victims.recipe import Recipe
@@ -28,8 +29,14 @@ def warnings(folder: Path, data: Path, model: Path, defense: str = "dp-sgd:1.0",
         **{"defenses": (defense,), "recipe": RECIPE, "delta": 1e-3, **options},
     )  # fmt: skip
     (found,) = Training(plan, folder / "run").run()
-    assert json.loads(next((folder / "run").glob("*/result.json")).read_text())["privacy"] == found["privacy"]
-    return list(found["privacy"].get("warnings", ()))
+    (kept,) = (folder / "run").glob("*/result.json")
+    assert json.loads(kept.read_text())["privacy"] == found["privacy"]
+    said = list(found["privacy"].get("warnings", ()))
+    if "epsilon" in found["privacy"]:
+        assert list(counted(kept).warnings) == said
+        other = counted(kept, 0.5)  # whose own warning is not that of the training's delta
+        assert "delta 0.5 is not below" in other.warnings[0] and list(other.warnings[1:]) == said
+    return said
 
 
 def with_copies(folder: Path, of: int, copies: int) -> Path:

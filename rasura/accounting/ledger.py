@@ -237,28 +237,37 @@ def releases_in(path: str | Path) -> int:
     return sum(count for _, count in read(parsed(path))[0])
 
 
+def _loaded(path: str | Path) -> Any:
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        why = f"{path} is not a ledger: {type(error).__name__}"
+        raise InputError(f"{why}; expected a JSON file that a training wrote") from None
+
+
 def parsed(path: str | Path) -> Any:
     """The state in a file of ``Ledger.save``, or in a ``result.json`` of ``rasura train``."""
-    try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(
-            f"{path} is not a ledger: {type(error).__name__}; expected a JSON file that a training wrote"
-        ) from None
+    found = _loaded(path)
     return found["ledger"] if isinstance(found, Mapping) and "ledger" in found else found
 
 
 def counted(path: str | Path, delta: float | None = None) -> Guarantee:
-    """The privacy budget spent by the releases in a file of ``parsed``, at the training's delta or at another."""
-    state = parsed(path)
+    """The privacy budget spent by the releases in a file of ``parsed``, at the training's delta or at another; with what a
+    ``result.json`` says beside its guarantee, such as that canaries refute it."""
+    state, whole = parsed(path), _loaded(path)
     runs, _ = read(state)
     names = {release.mechanism for release, _ in runs}
     if len(names) != 1:
         raise InputError(f"{path} holds releases of {len(names)} mechanisms; expected one")
-    run = Run(
-        state["examples"], state["batch_size"], 1, state["delta"] if delta is None else delta, unit=state.get("unit", "text")
-    )
-    return _with_unmade(stated(runs, run, carrier=names.pop(), planned=False), state.get("unmade", 0))
+
+    def at(fails: float) -> Guarantee:
+        run = Run(state["examples"], state["batch_size"], 1, fails, unit=state.get("unit", "text"))
+        return _with_unmade(stated(runs, run, carrier=next(iter(names)), planned=False), state.get("unmade", 0))
+
+    own = at(state["delta"])
+    beside = [one for one in whole.get("privacy", {}).get("warnings", ()) if one not in own.warnings]
+    found = own if delta is None else at(delta)
+    return replace(found, warnings=(*found.warnings, *beside))
 
 
 def read(state: Any) -> tuple[list[Counted], int]:
