@@ -26,11 +26,12 @@ from rasura.attacks.shared.verify import (
     told,
     verified,
 )
-from rasura.core.interfaces import AttackFailed
+from rasura.attacks.updates.gradient_matching.presets import dlg
+from rasura.core.interfaces import AttackFailed, Budget, NotApplicable
 from rasura.core.local import FEDSGD, Local
 from rasura.core.mechanisms import Gaussian
 from rasura.core.rng import generator
-from rasura.core.threat import HONEST_SERVER, WITH_LABELS, observe
+from rasura.core.threat import HONEST_SERVER, WITH_LABELS, observe, observe_update
 from rasura.core.updates import announced_update, changed
 from rasura.core.values import UNKNOWN, Grant, Message, Observation, Proof
 from rasura.testing.tiny import CAUSAL_VOCABULARY, CLS, PAD, SEP, VOCABULARY, WORDS, batch_of, tiny
@@ -471,6 +472,38 @@ def test_a_batch_whose_texts_all_turn_around_tells_no_labels() -> None:
     proof, blind = prove(seen, [TEXT, SHORT]), prove(of_a_file(seen), [TEXT, SHORT])
     assert proof is None or proof.labels == (1, 0)
     assert blind is None or blind.labels is None
+
+
+@pytest.mark.parametrize("labels", [[1, 1], [0, 0], [0, 1]])
+@pytest.mark.parametrize("sign", [0.01, -0.01])
+def test_of_copies_of_one_text_a_file_tells_no_labels_but_by_its_size(labels: list[int], sign: float) -> None:
+    """Their labels add up to one number that scales the gradient of the text, and a file has any scale."""
+    seen = seen_of(tiny("bert", "classification", num_labels=2), [TEXT, TEXT], labels)
+    some = prove(of_a_file(seen, sign), [TEXT, TEXT])
+    assert some is None or some.labels is None
+    message = replace(of_a_file(seen).message, sign="stated")
+    whole = prove(replace(seen, message=message), [TEXT, TEXT])
+    assert whole is not None and whole.labels == tuple(labels)
+    clipped = replace(seen, message=replace(of_a_file(seen, sign).message, sign="stated"))
+    clipped = replace(clipped, granted={**seen.granted, Grant.MECHANISM: (Gaussian(sigma=0.0, clip=1.0),)})
+    some = prove(clipped, [TEXT, TEXT])
+    assert some is None or some.labels is None
+
+
+@pytest.mark.parametrize(("classes", "kind"), [(1, None), (1, "regression"), (3, "multi_label_classification")])
+def test_labels_that_are_no_classes_are_never_named(classes: int, kind: str | None) -> None:
+    """A regression was said to have the class 0, and several labels a text ended in a traceback."""
+    model = tiny("bert", "classification", num_labels=classes)
+    model.config.problem_type = kind  # type: ignore[union-attr]  # a Hugging Face config
+    ids = torch.tensor([TEXT])
+    for value in (-2.0, 3.7):
+        labels = torch.tensor([value]) if classes == 1 else torch.tensor([[1.0, 0.0, value > 0]])
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
+        found, _ = changed(model, inputs, [n for n, _ in model.named_parameters()])
+        seen = observe_update(Message(found, sign="unknown"), "classification", model=model, vocabulary=VOCABULARY)
+        assert check(seen, [TEXT]) == (math.inf, None) and prove(seen, [TEXT]) is None
+        with pytest.raises(NotApplicable, match="one label a text"):
+            dlg()(seen, rng=torch.Generator().manual_seed(0), budget=Budget("quick"))
 
 
 def test_the_likeliest_other_classes() -> None:

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rasura.core.updates import announced_update
 from rasura.core.values import Grant, Observation
@@ -23,14 +23,23 @@ def pad(tokens: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
     return ids, mask.long()
 
 
+def one_class_each(model: nn.Module) -> bool:
+    """Whether a text of the classifier ``model`` has one class of two or more. The loss of a regression, or of several
+    labels a text, is another one, and its labels are no classes."""
+    kind = getattr(model.config, "problem_type", None)
+    return kind in (None, "single_label_classification") and int(getattr(model.config, "num_labels", 2)) > 1
+
+
 def labelings(seen: Observation, ids: Tensor, mask: Tensor, types: Tensor | None) -> list[Tensor]:
     """Which labels to try for the guessed texts: the granted ones, the ones that the head's gradient gives, or all of them.
 
     Rows may come in another order than the batch's, so granted labels are tried in every order. None fit more or fewer texts
-    than there are granted labels.
+    than there are granted labels, and none of a model whose labels are no classes.
     """
     if seen.task == "causal":
         return [targets(ids, mask)]
+    if not one_class_each(seen.model):
+        return []
     batch = len(ids)
     if Grant.LABELS in seen and batch != len(seen.labels):
         return []

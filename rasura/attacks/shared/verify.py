@@ -199,17 +199,22 @@ def prove(seen: Observation, tokens: Sequence[Sequence[int]], types: Sequence[Se
 def _signed(seen: Observation, inputs: Mapping[str, Tensor], logits: Tensor, labels: Tensor, error: float) -> bool:
     """Whether the update tells ``labels``: its sign is known, or they are, or no other labels fit it turned around.
 
-    A sign that is only stated is believed where the update has the size that ``labels`` give, unless it was clipped.
+    A sign that is only stated is believed where the update has the size that ``labels`` give, unless it was clipped. The
+    labels of copies of one text are told by the size alone, where there are two classes: each of them scales its gradient.
     """
     sign = seen.message.sign
     if sign == "known" or Grant.LABELS in seen or seen.task == "causal":
         return True
     update = announced_update(seen)
+    ids = inputs["input_ids"]
+    copies = logits.shape[-1] == 2 and len(ids) > 1 and bool((ids == ids[0]).all())
     if sign == "stated":
         guess, _ = changed(seen.model, {**inputs, "labels": labels}, list(seen.gradients), update)
         clipped = Grant.MECHANISM in seen and any(math.isfinite(typed(m).largest_norm) for m in seen.mechanism)
-        if clipped or abs(scale(guess, seen.gradients, seen.visible) - 1) < VERIFIED:
+        if (clipped and not copies) or abs(scale(guess, seen.gradients, seen.visible) - 1) < VERIFIED:
             return True
+    if copies:
+        return False
     guess, _ = changed(seen.model, {**inputs, "labels": turned(logits, labels)}, list(seen.gradients), update)
     return apart(error, relative_error({n: -g for n, g in guess.items()}, seen.gradients, seen.visible))
 

@@ -12,6 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from rasura.attacks.shared.labelings import one_class_each
 from rasura.attacks.shared.verify import prove, verified
 from rasura.attacks.updates.gradient_matching.discrete import TokenSearch
 from rasura.attacks.updates.gradient_matching.factors import Factoriser
@@ -51,6 +52,8 @@ class GradientMatching:
     def __call__(self, seen: Observation, *, rng: torch.Generator, budget: Budget) -> Reconstruction:
         if seen.task != "classification":
             raise NotApplicable("gradient matching supports only classifiers; for causal models use span")
+        if not one_class_each(seen.model):
+            raise NotApplicable("gradient matching supports only classifiers with one label a text, of two classes or more")
         if not is_eager(seen.model):
             raise NotApplicable(
                 "fused attention cannot be differentiated twice; load the model with attn_implementation='eager'"

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from rasura.attacks.shared.labelings import one_class_each
 from rasura.attacks.shared.verify import prove, verified
 from rasura.attacks.updates.pursuit.fits import Fit, Signs, Squares
 from rasura.attacks.updates.pursuit.polish import Polish, Texts
@@ -65,7 +66,7 @@ class Pursuit:
         if not texts:
             raise AttackFailed("no token stands out from the noise")
         residual = None
-        if is_eager(seen.model):
+        if is_eager(seen.model) and one_class_each(seen.model):
             texts, residual = Polish(seen, search, "cosine" if signs else "angle", rng)(texts, tried, sweeps)
         proof = prove(seen, texts)
         details = {"signs": signs, "tokens": len(found)}
