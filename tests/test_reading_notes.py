@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from rasura.cli import app
+from rasura.core.interfaces import Budget
 from rasura.runs.reading import ReadRequest, read_update
 from rasura.testing.tiny import tiny, tokenizer_folder
 from rasura.victims.loading import Victim, load
@@ -91,3 +93,33 @@ def test_fewer_texts_than_the_batch_are_told(tmp_path: Path) -> None:
     found = read_update(path, twice, ReadRequest(attack="span", batch_size=2))
     assert found.texts == (TEXT,) and found.notes == ("1 of 2 texts; equal texts are named once",)
     assert read_update(path, twice, ReadRequest(attack="span", batch_size=1)).notes == ()
+
+
+@pytest.mark.parametrize("classes", [1, 3])
+def test_a_model_whose_labels_are_no_classes_is_read_without_labels(tmp_path: Path, classes: int) -> None:
+    model = tiny("bert", "classification", num_labels=classes)
+    model.config.problem_type = "regression" if classes == 1 else "multi_label_classification"
+    one = load(tokenizer_folder(model, tmp_path / "model"), "classification")
+    inputs = dict(
+        one.tokenizer([TEXT], return_tensors="pt"), labels=torch.tensor([[-2.0], [1.0, 0.0, 1.0]][classes > 1])[None]
+    )
+    path = tmp_path / "u.safetensors"
+    capture(one.model, inputs, path)
+    for frozen in (False, True):
+        found = read_update(path, one, ReadRequest(batch_size=1, frozen_embeddings=frozen, budget=Budget("quick")))
+        assert (found.texts, found.labels, found.confidence) == ((TEXT,), None, "span" if frozen else "verified")
+
+
+def test_words_beyond_the_tokenizer_are_told(tmp_path: Path) -> None:
+    """A client with added tokens sends words that the reader's tokenizer lacks: they were left out of a verified text."""
+    model: Any = tiny("bert", "classification", num_labels=2)
+    model.resize_token_embeddings(model.config.vocab_size + 3)
+    one = load(tokenizer_folder(model, tmp_path / "model"), "classification")
+    assert one.vocabulary.size == len(one.tokenizer) + 3
+    ids = list(one.tokenizer(TEXT)["input_ids"])
+    ids[2] = one.vocabulary.size - 1
+    path = tmp_path / "u.safetensors"
+    capture(one.model, {"input_ids": torch.tensor([ids]), "labels": torch.tensor([1])}, path)
+    found = read_update(path, one, ReadRequest(attack="embedding-rows", batch_size=1))
+    assert (found.texts, found.confidence) == (("w40 · w41 w42",), "verified") and found.tokens == (tuple(ids),)
+    assert found.notes == ("1 of 4 tokens are words that the tokenizer does not know",)

@@ -16,7 +16,8 @@ class Vocabulary:
     """The facts of the public tokenizer: sizes, special ids, and how ids become text.
 
     ``prefix`` and ``suffix`` are the ids that the tokenizer puts around each text (BERT: ``[CLS]`` and ``[SEP]``).
-    ``unknown_ids``: special ids that stand for words of the text which the tokenizer does not know (BERT: ``[UNK]``).
+    ``unknown_ids`` stand for words of the text which the tokenizer does not know: special ids (BERT: ``[UNK]``), and rows of
+    the model's embedding that the tokenizer has no token for.
     """
 
     size: int

@@ -16,7 +16,8 @@ def vocabulary(tokenizer: Any, size: int) -> Vocabulary:
     full = tokenizer("a")["input_ids"]
     start = next((i for i in range(len(full) - len(bare) + 1) if full[i : i + len(bare)] == bare), 0)
     tokens = tokenizer.convert_ids_to_tokens(list(range(min(size, len(tokenizer)))))
-    unused = {i for i, t in enumerate(tokens) if t is None or str(t).startswith("[unused")} | set(range(len(tokens), size))
+    absent = {i for i, t in enumerate(tokens) if t is None} | set(range(len(tokens), size))
+    unused = {i for i, t in enumerate(tokens) if str(t).startswith("[unused")} | absent
     return Vocabulary(
         size=size,
         decode=lambda ids: str(tokenizer.decode(list(ids))),
@@ -26,7 +27,7 @@ def vocabulary(tokenizer: Any, size: int) -> Vocabulary:
         pad_id=tokenizer.pad_token_id,
         special_ids=frozenset(tokenizer.all_special_ids),
         unused_ids=frozenset(unused),
-        unknown_ids=unknown_ids(tokenizer),
+        unknown_ids=unknown_ids(tokenizer) | absent,
     )
 
 
