@@ -123,3 +123,25 @@ def test_words_beyond_the_tokenizer_are_told(tmp_path: Path) -> None:
     found = read_update(path, one, ReadRequest(attack="embedding-rows", batch_size=1))
     assert (found.texts, found.confidence) == (("w40 · w41 w42",), "verified") and found.tokens == (tuple(ids),)
     assert found.notes == ("1 of 4 tokens are words that the tokenizer does not know",)
+
+
+@pytest.mark.parametrize("attack", ["embedding-rows", "span"])
+def test_special_tokens_that_a_text_holds_are_told(victim: Victim, tmp_path: Path, attack: str) -> None:
+    """They are part of what is verified, and the text shows none of them."""
+    inputs = dict(victim.tokenizer([f"{TEXT} [SEP] w43 [SEP] w44"], return_tensors="pt"), labels=torch.tensor([1]))
+    capture(victim.model, inputs, tmp_path / "u.safetensors")
+    found = read_update(tmp_path / "u.safetensors", victim, ReadRequest(attack=attack, batch_size=1, update="fedsgd"))
+    assert (found.texts, found.confidence) == ((f"{TEXT} w43 w44",), "verified")
+    assert found.notes == ("special tokens inside the texts, which do not show them: 2 ([SEP])",)
+
+
+def test_places_that_stay_open_are_told(tmp_path: Path) -> None:
+    """The last token of a causal text has no row: the text was shown as if it ended before it."""
+    model = tiny("gpt2", "causal")
+    one = load(tokenizer_folder(model, tmp_path / "model"), "causal")
+    inputs = {"input_ids": torch.tensor([one.tokenizer(TEXT)["input_ids"][:-1]])}
+    path = tmp_path / "u.safetensors"
+    capture(one.model, inputs | {"labels": inputs["input_ids"]}, path)
+    found = read_update(path, one, ReadRequest(attack="embedding-rows", batch_size=1))
+    assert (found.texts, found.confidence) == (("w40 the w41",), "span") and found.tokens[0][-1] is None
+    assert found.notes == ("places that stay open, which the texts do not show: 1",)

@@ -24,6 +24,7 @@ from rasura.data.text import load_examples
 from rasura.registry import attack as make_attack
 from rasura.registry import parse_update, trusted
 from rasura.runs.attempt import Outcome, Status, attempt
+from rasura.runs.reading_notes import notes
 from rasura.runs.update_files import Update, holding, load_hidden, load_update, of_round, open_update
 from rasura.victims.loading import Victim, load
 from rasura.victims.structure import check_blocks
@@ -271,26 +272,5 @@ def _result(outcome: Outcome[Reconstruction], victim: Victim, request: ReadReque
         guess.labels,
         seconds,
         guess.details,
-        notes=_notes(guess, victim, request),
+        notes=notes(guess, victim, request.batch_size, request.update),
     )
-
-
-def _notes(guess: Reconstruction, victim: Victim, request: ReadRequest) -> tuple[str, ...]:
-    words = victim.vocabulary
-    tokens = [t for text in guess.tokens for t in text if t != UNKNOWN and t not in words.special_ids - words.unknown_ids]
-    unknown, twins = sum(t in words.unknown_ids for t in tokens), guess.details.get("twins")
-    out = [f"{unknown} of {len(tokens)} tokens are words that the tokenizer does not know"] if unknown else []
-    if twins:
-        of = len(tokens) + int(twins)
-        out.append(f"{twins} of {of} tokens stay open, since the embeddings of other words are equal or nearly so")
-    if request.batch_size is not None and len(guess.tokens) < request.batch_size:
-        out.append(f"{len(guess.tokens)} of {request.batch_size} texts; equal texts are named once")
-    if stopped := guess.details.get("stopped"):
-        out.append(f"stopped during {stopped}; attacks that did not end may read more")
-    by_gradient = guess.details.get("proof") == "gradient"  # that of embedding rows tells no labels, whatever the sign
-    if by_gradient and guess.labels is None and victim.task != "causal":
-        which = "; --update fedsgd says that it holds a gradient"
-        if request.update is not None:
-            which = f", and its size is not that of the update {request.update}"
-        out.append(f"the labels depend on the sign of the file{which}")
-    return tuple(out)

@@ -181,8 +181,8 @@ class EmbeddingRows:
     out are kept. Of what a training changed, the rows that decay does not explain.
 
     A causal model that ties its output layer to the embedding fills every row; the input rows are separated by the low rank
-    of the output part. Its last token enters no loss and stays ``UNKNOWN``. Of AdamW's changes of such a model, only the
-    rows that stand out (``matched``).
+    of the output part. Its last token enters no loss. It stays ``UNKNOWN`` unless it is the tokenizer's end, and the
+    gradient proves that. Of AdamW's changes of such a model, only the rows that stand out (``matched``).
 
     Raises ``NotApplicable`` where the word embedding is frozen or sealed, ``AttackFailed`` where noise covers every row.
     """
@@ -255,8 +255,10 @@ class EmbeddingRows:
             proof = prove(seen, [tokens])
         if proof is not None:
             return verified(proof, details)
-        # A hole in exactly solved places is the causal model's last token.
-        return in_span((tokens,), seen, believed=exact and seen.task == "causal", details=details)
+        believed = exact and seen.task == "causal"
+        if believed:  # what no row shows and the gradient does not prove stays open
+            tokens = (*tokens[:-1], UNKNOWN)
+        return in_span((tokens,), seen, believed=believed, details=details)
 
     @staticmethod
     def _places(seen: Observation, found: Parts, noisy: bool) -> Rows | None:
@@ -278,7 +280,7 @@ class EmbeddingRows:
             if word >= 0:
                 tokens[place - first] = int(words.index[word])
         if seen.task == "causal":
-            # The last token predicts nothing, so it has no gradient; a tokenizer that ends every text tells it all the same.
+            # The last token predicts nothing, so it has no gradient. The end that the tokenizer puts is a guess.
             tokens.append(seen.vocabulary.suffix[-1] if seen.vocabulary.suffix else UNKNOWN)
         return tuple(tokens)
 

@@ -1,0 +1,49 @@
+"""What ``rasura read`` says beside the texts that it read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rasura.core.values import UNKNOWN, Reconstruction, Vocabulary
+from rasura.victims.loading import Victim
+
+
+def notes(guess: Reconstruction, victim: Victim, batch_size: int | None, update: str | None) -> tuple[str, ...]:
+    """What the texts of ``guess`` do not show, one line each. ``batch_size``, ``update``: as the request states them."""
+    words = victim.vocabulary
+    tokens = [t for text in guess.tokens for t in text if t != UNKNOWN and t not in words.special_ids - words.unknown_ids]
+    unknown, twins = sum(t in words.unknown_ids for t in tokens), guess.details.get("twins")
+    out = [f"{unknown} of {len(tokens)} tokens are words that the tokenizer does not know"] if unknown else []
+    if twins:
+        of = len(tokens) + int(twins)
+        out.append(f"{twins} of {of} tokens stay open, since the embeddings of other words are equal or nearly so")
+    out += _left_out(guess, words)
+    if batch_size is not None and len(guess.tokens) < batch_size:
+        out.append(f"{len(guess.tokens)} of {batch_size} texts; equal texts are named once")
+    if stopped := guess.details.get("stopped"):
+        out.append(f"stopped during {stopped}; attacks that did not end may read more")
+    by_gradient = guess.details.get("proof") == "gradient"  # that of embedding rows tells no labels, whatever the sign
+    if by_gradient and guess.labels is None and victim.task != "causal":
+        which = "; --update fedsgd says that it holds a gradient"
+        if update is not None:
+            which = f", and its size is not that of the update {update}"
+        out.append(f"the labels depend on the sign of the file{which}")
+    return tuple(out)
+
+
+def _left_out(guess: Reconstruction, words: Vocabulary) -> list[str]:
+    """What the tokens hold and the texts do not show: open places, and special tokens that do not frame a text."""
+    places = sum(t == UNKNOWN for text in guess.tokens for t in text) - int(guess.details.get("twins") or 0)
+    out = [f"places that stay open, which the texts do not show: {places}"] if places > 0 else []
+    inner = [t for text in guess.tokens for t in _unframed(text, words) if t in words.special_ids - words.unknown_ids]
+    if inner and guess.ordered:
+        named = ", ".join(words.decode([t]).strip() for t in sorted(set(inner)))
+        out.append(f"special tokens inside the texts, which do not show them: {len(inner)} ({named})")
+    return out
+
+
+def _unframed(text: Sequence[int], words: Vocabulary) -> Sequence[int]:
+    """``text`` without what the tokenizer puts around it."""
+    start = len(words.prefix) if tuple(text[: len(words.prefix)]) == words.prefix else 0
+    end = len(text) - len(words.suffix) if words.suffix and tuple(text[-len(words.suffix) :]) == words.suffix else len(text)
+    return text[start:end]
