@@ -1,4 +1,4 @@
-"""No text is left out silently: odd pairs, keys given twice, and the splits of a data set."""
+"""No text is left out silently: odd pairs, keys given twice, the splits of a data set, and what is cut off."""
 
 from __future__ import annotations
 
@@ -8,9 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from audit_setting import model_folder, plan_for
+from rows import sentences
 
 from rasura.core.interfaces import InputError
 from rasura.data.text import load_examples
+from rasura.report.page import write_report
+from rasura.runs.audit import audit
+
+__all__ = ["model_folder"]
 
 
 @pytest.mark.parametrize("pair", [["a secret"], 7, 0, 1.5, True, False, [], {}, {"text": "a secret"}])
@@ -58,3 +64,15 @@ def test_the_split_of_a_data_set_is_named(
         return
     assert [e.text for e in load_examples("someone/notes")] == [f"a text of {read}"]
     assert caplog.messages == [f"someone/notes: split {read}"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cut", [True, False])
+def test_a_report_on_texts_that_were_cut_says_so(tmp_path: Path, model_folder: Path, cut: bool) -> None:
+    """Of a long note that was cut to two words it said that it was read nearly whole, and no more."""
+    only = {"attacks": ("blind", "embedding-rows"), "defenses": ("none",), "limit": 1}
+    plan = plan_for(model_folder, **only, **({"truncate": True, "max_length": 4} if cut else {}))
+    (found,) = [r for r in audit(plan, out=tmp_path) if r.attack == "embedding-rows"]
+    assert found.scores["token_recall"]["mean"] == 1.0
+    page = sentences(write_report(tmp_path).read_text(encoding="utf-8"))
+    assert ("the figures are for what was left of them" in page) is cut
