@@ -234,3 +234,12 @@ def test_what_is_not_simulated_has_no_reliability(more: dict[str, Any], why: str
         read_candidates(*files, tmp_path / "given.jsonl", one, request, simulated=1)
     found = read_candidates(*files, tmp_path / "given.jsonl", one, request)
     assert (found.simulated, found.auc, found.candidates[0].verdict) == (0, None, "no level")
+
+
+@pytest.mark.parametrize(("classes", "kind"), [(1, None), (3, "multi_label_classification")])
+def test_candidates_of_a_model_whose_labels_are_no_classes_are_refused(tmp_path: Path, classes: int, kind: Any) -> None:
+    """The gradient of a regression points the other way for another number; several labels ended in a traceback."""
+    one = Victim(tiny("bert", "classification", num_labels=classes), None, VOCABULARY, "classification", "tiny", 64, classes)
+    one.model.config.problem_type = kind  # type: ignore[union-attr]  # a Hugging Face config
+    with pytest.raises(InputError, match="not a classifier with one label a text"):
+        read_candidates(tmp_path / "update.safetensors", tmp_path / "candidates.jsonl", one)

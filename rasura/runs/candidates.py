@@ -26,7 +26,7 @@ from rasura.registry.candidates import like_earlier, scores
 from rasura.runs.reading import ReadRequest, observed
 from rasura.runs.update_files import Update
 from rasura.victims.batching import joined, split
-from rasura.victims.loading import Victim
+from rasura.victims.loading import Victim, with_one_label
 
 LEVEL = 0.01
 """Maximum false positive rate, among texts that were not in the round, of the answer that a candidate was in it."""
@@ -82,10 +82,11 @@ def read_candidates(
     ``request.reference``: texts of the same kind that were not in the round. With ``ENOUGH`` of them a candidate's ``p`` is
     at most ``LEVEL`` for one in a hundred texts that were not in the round; with fewer there is no answer. ``simulated``:
     rounds trained here on half of the reference texts (``request.size`` if it is known), as in ``request.update`` and with
-    the same entries hidden, to measure the score where the truth is known. Raises ``InputError`` for bad input, and if
-    simulated rounds would leave out something of the request (``not_simulated``).
+    the same entries hidden, to measure the score where the truth is known. Raises ``InputError`` for bad input, for a model
+    that is no classifier with one label a text, and if simulated rounds would leave out something of the request
+    (``not_simulated``).
     """
-    request = request or ReadRequest()
+    request, victim = request or ReadRequest(), with_one_label(victim)
     given = _labelled(candidates, victim)
     references = [] if request.reference is None else _labelled(request.reference, victim)
     asked, read, local = rows_of(victim, given), rows_of(victim, references), request.local
