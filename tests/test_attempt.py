@@ -46,9 +46,10 @@ def test_what_attacks_say_of_themselves_is_never_raised(raises: tuple[type[Excep
         (KeyError("Ingrid"), "KeyError in raising (test_attempt.py, line "),
         (OSError("Ingrid"), "OSError in raising (test_attempt.py, line "),
         (MemoryError("Ingrid"), "MemoryError in raising (test_attempt.py, line "),
+        (SystemExit("Ingrid"), "SystemExit in raising (test_attempt.py, line "),
     ],
 )
-def test_any_other_error_is_a_crash_without_words_that_are_not_ours(error: Exception, says: str) -> None:
+def test_any_other_error_is_a_crash_without_words_that_are_not_ours(error: BaseException, says: str) -> None:
     found = attempt(lambda: raising(error))
     assert found.status == "crashed" and found.reason.startswith(says) and "Ingrid" not in found.reason
     assert found.guess is None
@@ -61,6 +62,10 @@ def test_faults_of_the_machine_are_raised_where_asked_for(error: Exception) -> N
     assert attempt(lambda: raising(ValueError()), raises=MACHINE).status == "crashed"
     with pytest.raises(ValueError, match="bad"):
         attempt(lambda: raising(ValueError("bad")), raises=(Exception,))
+
+
+def test_a_wrapped_program_that_exits_is_a_crash_whatever_is_raised() -> None:
+    assert attempt(lambda: raising(SystemExit(0)), raises=(Exception,)).status == "crashed"
 
 
 def test_an_interrupted_attempt_has_no_outcome() -> None:

@@ -270,15 +270,17 @@ class Broken:
     needs: frozenset[Grant] = frozenset()
     uses: frozenset[Grant] = frozenset()
 
-    def __init__(self, error: Exception) -> None:
+    def __init__(self, error: BaseException) -> None:
         self.error = error
 
     def __call__(self, seen: Any, *, rng: Any, budget: Any) -> Any:
         raise self.error
 
 
-@pytest.mark.parametrize("error", [InputError("no attention found"), KeyError(), IndexError("x\ny"), AssertionError()])
-def test_an_attack_that_breaks_is_no_protection(model_folder: Path, tmp_path: Path, error: Exception) -> None:
+@pytest.mark.parametrize(
+    "error", [InputError("no attention found"), KeyError(), IndexError("x\ny"), AssertionError(), SystemExit(0)]
+)
+def test_an_attack_that_breaks_is_no_protection(model_folder: Path, tmp_path: Path, error: BaseException) -> None:
     plan = plan_for(model_folder, attacks=("blind", "span"), defenses=("frozen-embeddings",))
     prepared = Audit(plan)
     prepared.attacks["span"] = Broken(error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -167,6 +168,13 @@ LASTING = {
 }
 
 
+def test_a_protection_that_exits_ends_its_own_step_alone(model_folder: Path, alone: Any, tmp_path: Path) -> None:
+    found = run(model_folder, tmp_path, defenses=[part(Stage.WIRE, lambda message: sys.exit(0)), "none", "bf16"])
+    assert {k: v for k, v in told(found).items() if k[1] in ("none", "bf16")} == alone
+    ended = [r for r in found if r.defense == "own-wire"]
+    assert ended and all(r.status == "crashed" and "SystemExit" in r.reason for r in ended)
+
+
 @pytest.mark.parametrize("what", LASTING)
 def test_a_protection_that_writes_into_what_it_is_given_leaves_the_other_columns_alone(
     what: str, model_folder: Path, alone: Any, tmp_path: Path
@@ -197,6 +205,7 @@ def zero_and_say(truth: Any, tensors: Any) -> list[float]:
 
 METRICS: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "raises": (lambda guess, truth: 1 / 0, "ZeroDivisionError"),
+    "exits": (lambda guess, truth: sys.exit(0), "SystemExit"),
     "too many": (lambda guess, truth: [1.0] * 9, "9 values for 1 examples"),
     "no number": (lambda guess, truth: ["much"], "ValueError"),
     "writes texts": (lambda guess, truth: zero_and_say(truth, [truth.batch.input_ids]), ""),

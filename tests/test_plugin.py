@@ -278,10 +278,13 @@ def test_a_plugin_that_cannot_be_loaded_takes_nothing_down(installed: dict[str, 
     broken = tmp_path / "broken-1.0.dist-info"
     broken.mkdir()
     (broken / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n", encoding="utf-8")
-    (broken / "entry_points.txt").write_text("[rasura.attacks]\nmine = absent_module:SPEC\n", encoding="utf-8")
+    lines = "[rasura.attacks]\nmine = absent_module:SPEC\nscript = a_script:SPEC\n"
+    (broken / "entry_points.txt").write_text(lines, encoding="utf-8")
+    (tmp_path / "a_script.py").write_text("import sys\nsys.exit(0)\n", encoding="utf-8")
     here = {**installed, "PYTHONPATH": os.pathsep.join([str(tmp_path), installed["PYTHONPATH"]])}
     done = subprocess.run(
         [sys.executable, "-m", "rasura", "list", "attacks"], env=here, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0 and "span" in done.stdout
     assert "the plug-in mine could not be loaded: ModuleNotFoundError" in done.stderr
+    assert "the plug-in script could not be loaded: SystemExit" in done.stderr

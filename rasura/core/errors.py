@@ -43,7 +43,11 @@ class Unavailable(RuntimeError):
     """A metric cannot be computed on this machine; the message says what is missing and the remedy."""
 
 
-def broken(error: Exception) -> str:
+FAULTS: tuple[type[BaseException], ...] = (Exception, SystemExit)
+"""What a fault in a method is caught by. ``sys.exit`` in a wrapped program would otherwise end the run, with exit code 0."""
+
+
+def broken(error: BaseException) -> str:
     """The type of an error and where it arose. The messages of other libraries may contain private text, so they are left
     out."""
     if isinstance(error, AttackFailed | InputError):

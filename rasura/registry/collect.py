@@ -13,7 +13,7 @@ from importlib.metadata import EntryPoint, entry_points
 from pkgutil import walk_packages
 from typing import Any, TypeVar
 
-from rasura.core.errors import InputError, broken
+from rasura.core.errors import FAULTS, InputError, broken
 from rasura.core.options import known
 from rasura.core.specs import MethodSpec
 
@@ -65,7 +65,7 @@ class Registry(Mapping[str, S]):
                 brought = self._brought(point)
                 if taken := [s.name for s in brought if s.name in found]:
                     raise InputError(f"the name {taken[0]!r} is taken")
-            except Exception as error:  # somebody else's code: it must not take the package down with it
+            except FAULTS as error:  # somebody else's code: it must not take the package down with it
                 self.unusable[point.name] = broken(error)
             else:
                 found |= {s.name: s for s in brought}

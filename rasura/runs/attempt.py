@@ -10,7 +10,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 import torch
 
-from rasura.core.errors import AttackFailed, NotApplicable, broken
+from rasura.core.errors import FAULTS, AttackFailed, NotApplicable, broken
 from rasura.core.interfaces import Adversary
 from rasura.core.unchanged import CHANGED
 from rasura.core.values import Granted, Parameter
@@ -47,9 +47,9 @@ def attempt(
 ) -> Outcome[G]:
     """Call ``call`` and report how it ended.
 
-    ``NotApplicable`` ends as ``not_applicable``, ``AttackFailed`` as ``failed``, any other exception as ``crashed``. A crash
-    is a finding about the attack: it does not end the run and is no evidence of protection. ``raises``: exceptions that are
-    raised to the caller instead, such as ``MACHINE``. ``NotApplicable`` and ``AttackFailed`` never are.
+    ``NotApplicable`` ends as ``not_applicable``, ``AttackFailed`` as ``failed``, any other exception and ``sys.exit`` as
+    ``crashed``. A crash is a finding about the attack: it does not end the run and is no evidence of protection. ``raises``:
+    exceptions that are raised to the caller instead, such as ``MACHINE``. ``NotApplicable`` and ``AttackFailed`` never are.
     """
     wall, cpu = time.perf_counter(), time.process_time()
     guess: G | None = None
@@ -64,7 +64,7 @@ def attempt(
         status, reason, details = "failed", str(error), error.details
     except raises:
         raise
-    except Exception as error:
+    except FAULTS as error:
         status, reason = "crashed", broken(error)
     return Outcome(
         status, reason, guess, details, time.perf_counter() - wall, time.process_time() - cpu, peak_mb()

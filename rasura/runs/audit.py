@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from torch import OutOfMemoryError, nn
 
-from rasura.core.errors import broken
+from rasura.core.errors import FAULTS, broken
 from rasura.core.interfaces import ActiveAttack, Attack, InputError, NotApplicable, NotSent, Unavailable, attacking_device
 from rasura.core.records import Record
 from rasura.core.rng import generator
@@ -148,7 +148,7 @@ class Audit:
             found = "not_applicable", str(reason)
         except (InputError, OutOfMemoryError):
             raise
-        except Exception as error:
+        except FAULTS as error:
             found = "crashed", f"the training step failed: {broken(error)}"
         if self.lending.put_back():
             found = "crashed", "the training step failed: a method of the step changed the model"

@@ -14,7 +14,7 @@ from typing import Any
 
 from rasura.core.answers import ServiceTranscript, TokenReading
 from rasura.core.batches import Batch
-from rasura.core.errors import InputError, Unavailable, broken
+from rasura.core.errors import FAULTS, InputError, Unavailable, broken
 from rasura.core.interfaces import Metric
 from rasura.core.records import LABELS, MASK
 from rasura.core.so_far import SoFar
@@ -57,7 +57,7 @@ def scored(metric: Metric[Reconstruction], guess: Reconstruction, truth: Transcr
         return score(metric, guess, truth)
     except Unavailable:
         raise
-    except Exception as error:
+    except FAULTS as error:
         return no_value(metric, broken(error), len(truth.batch))
 
 

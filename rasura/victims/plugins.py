@@ -8,7 +8,7 @@ from functools import cache
 from importlib.metadata import entry_points
 from typing import Any
 
-from rasura.core.errors import broken
+from rasura.core.errors import FAULTS, broken
 from rasura.core.specs import ModelSpec
 
 log = logging.getLogger(__name__)
@@ -21,7 +21,7 @@ def _specs() -> tuple[ModelSpec, ...]:
         try:
             loaded: Any = point.load()
             found += [loaded] if isinstance(loaded, ModelSpec) else [s for s in loaded if isinstance(s, ModelSpec)]
-        except Exception as error:  # somebody else's code: the other families work without it
+        except FAULTS as error:  # somebody else's code: the other families work without it
             log.warning("the adapter %s could not be loaded: %s", point.name, broken(error))
     return tuple(found)
 
