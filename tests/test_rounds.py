@@ -322,11 +322,18 @@ def test_masks_that_clients_cannot_agree_on_are_refused(keys: Keys) -> None:
         ("sealing:all/scheme=ckks", "the keys are for bfv"),
         ("sealing:all/scheme=bfv+sealing:all/scheme=bfv", "seals twice"),
         ("sign", "every weight would move by 1"),
+        ("sealing:param=0/scheme=bfv", "seals none of the"),
+        ("sealing:param=0/by=secagg", "seals none of the"),
     ):
         with pytest.raises(InputError, match=reason):
             agree(defense, model(), keys)
     with pytest.raises(InputError, match="sealing needs keys"):
         agree(DEFENSES[2], model())
+    head = model()
+    for name, weights in head.named_parameters():
+        weights.requires_grad_(name.startswith("classifier"))
+    with pytest.raises(InputError, match="'sealing:structural/scheme=bfv' seals none of the 27 entries of an update"):
+        agree("sealing:structural/scheme=bfv", head, keys)
     half = model().to(torch.bfloat16)
     with pytest.raises(InputError, match=r"word_embeddings\.weight is in bfloat16, .* load the model in float32"):
         agree("none", half)

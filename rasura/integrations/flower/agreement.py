@@ -138,8 +138,8 @@ def agree(
     of fewer than ``min_clients``. Less than three are refused without ``allow_few_clients``, where a defense seals; with it,
     the log says here and in every such round that clients can obtain each other's updates.
     With secure aggregation and ``identities`` (``read_identities``), it checks that each key of a round was signed by one
-    of them. Raises ``InputError`` for a mask that clients cannot agree on, sealing without a scheme or without
-    keys, keys of another scheme, and weights in bfloat16.
+    of them. Raises ``InputError`` for a mask that clients cannot agree on or that seals nothing, sealing
+    without a scheme or without keys, keys of another scheme, and weights in bfloat16.
     """
     start = {n: p.detach().cpu().clone() for n, p in model.named_parameters() if p.requires_grad}
     if not start:
@@ -165,7 +165,7 @@ def agree(
         if told := few(min_clients):
             log(f"min_clients = {min_clients}: {told}")
         if settings.scheme == "secagg":
-            masked = sealing.agreed_mask(settings, model, list(start), seed)
+            masked = _mask(defense, settings, model, start, seed)
             digest = mask_digest({n: ~m for n, m in masked.items()})
             sums = (masked, min_clients, settings.noise, settings.clip, identities)
             return Agreement(defense, start, {}, None, _digest(start, classes), digest, *sums)
@@ -173,9 +173,22 @@ def agree(
             raise InputError("sealing needs keys; make them with rasura keys, and pass clients.secret or server.public")
         if keys.parameters.scheme != settings.scheme:
             raise InputError(f"the keys are for {keys.parameters.scheme}, but the defense seals with {settings.scheme}")
-        sealed = sealing.agreed_mask(settings, model, list(start), seed)
+        sealed = _mask(defense, settings, model, start, seed)
     mask = mask_digest({n: ~m for n, m in sealed.items()})
     return Agreement(defense, start, sealed, keys if wanted else None, _digest(start, classes), mask, least=min_clients)
+
+
+def _mask(
+    defense: str, settings: sealing.Sealing, model: nn.Module, start: Mapping[str, Tensor], seed: int
+) -> dict[str, Tensor]:
+    found = sealing.agreed_mask(settings, model, list(start), seed)
+    if not any(bool(m.any()) for m in found.values()):
+        entries = sum(m.numel() for m in found.values())
+        raise InputError(
+            f"defense {defense!r} seals none of the {entries} entries of an update, so all of them would be sent in the "
+            "clear; name entries that are trained, as sealing:all does"
+        )
+    return found
 
 
 def check_few(min_clients: int, allow_few_clients: bool) -> None:
