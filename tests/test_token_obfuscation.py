@@ -125,6 +125,15 @@ def table_of(family: str = "bert", task: str = "classification") -> ShadowTable:
     return made_for(tiny(family, task), VOCABULARY, SMALL)
 
 
+def test_tokenizers_that_share_an_embedding_have_tables_of_their_own() -> None:
+    marked = replace(VOCABULARY, special_ids=VOCABULARY.special_ids | {40})
+    plain, model = table_of(), tiny("bert", "classification")
+    assert 40 in plain.ids and len(plain.of(40))
+    made = made_for(model, marked, SMALL)
+    assert 40 not in made.ids and not len(made.of(40))
+    assert made_for(model, replace(VOCABULARY), SMALL) is plain
+
+
 def test_a_table_is_a_file_that_only_its_model_opens(tmp_path: Path) -> None:
     table = table_of()
     table.save(tmp_path / "shadows.safetensors")

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+from functools import lru_cache
+
 import torch
 from torch import Tensor, nn
 
@@ -20,7 +24,7 @@ from rasura.ghost.table import (
     usable_tokens,
 )
 
-_MADE: dict[tuple[str, ShadowSettings], ShadowTable] = {}
+_MADE: dict[tuple[str, str, ShadowSettings], ShadowTable] = {}
 
 
 def made_for(model: nn.Module, vocabulary: Vocabulary, settings: ShadowSettings, digest: str | None = None) -> ShadowTable:
@@ -29,10 +33,22 @@ def made_for(model: nn.Module, vocabulary: Vocabulary, settings: ShadowSettings,
     ``digest``: that of the model's embedding, where it was just taken.
     """
     table = token_embedding(model)
-    key = (digest or embedding_digest(table), settings)
+    key = (digest or embedding_digest(table), _digest(vocabulary), settings)
     if key not in _MADE:
         _MADE[key] = _made(table, vocabulary, settings)
     return _MADE[key]
+
+
+@lru_cache(maxsize=8)
+def _words(vocabulary: Vocabulary) -> tuple[str, ...]:
+    return tuple(vocabulary.decode([i]).strip().lower() for i in range(vocabulary.size))
+
+
+@lru_cache(maxsize=8)
+def _digest(vocabulary: Vocabulary) -> str:
+    """What tells a tokenizer from others by what a table depends on: two may share one embedding."""
+    told = (_words(vocabulary), sorted(vocabulary.special_ids), sorted(vocabulary.unused_ids))
+    return hashlib.sha256(json.dumps(told).encode()).hexdigest()
 
 
 def _made(table: Tensor, vocabulary: Vocabulary, settings: ShadowSettings) -> ShadowTable:
@@ -41,8 +57,7 @@ def _made(table: Tensor, vocabulary: Vocabulary, settings: ShadowSettings) -> Sh
     def padded(mask: Tensor) -> Tensor:
         return torch.cat([mask, torch.zeros(beyond, dtype=torch.bool)])[: len(table)]
 
-    words = [vocabulary.decode([i]).strip().lower() for i in range(vocabulary.size)]
-    kept = padded(kept_by_policy(words, settings))
+    kept = padded(kept_by_policy(_words(vocabulary), settings))
     usable = padded(usable_tokens(vocabulary)) & ~kept
     names = [*lemmas(vocabulary, settings.language), *(f"\0{i}" for i in range(beyond))][: len(table)]
     allowed = padded(read_as_written(vocabulary)) if settings.round_trip else None
