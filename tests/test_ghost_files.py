@@ -123,7 +123,7 @@ def test_a_damaged_table_is_refused(tmp_path: Path, model_folder: Path) -> None:
     path = tmp_path / "table.safetensors"
     GhostObfuscator(victim, table=path, shadows=SETTINGS)
     whole = ShadowTable.load(path)
-    about = {"schema": "3", "model": whole.model, "settings": json.dumps({**vars(SETTINGS), "k": "12"})}
+    about = {"schema": "4", "model": whole.model, "settings": json.dumps({**vars(SETTINGS), "k": "12"})}
     save_file(load_file(path), path, metadata=about)
     with pytest.raises(InputError, match="its settings cannot be read"):
         ShadowTable.load(path)

@@ -110,13 +110,14 @@ def test_common_counts_only_what_is_asked() -> None:
             assert bool(back[t, j]) == (t in theirs if asked[t, j] else False)
 
 
-def test_lemmas_join_forms_and_leave_subwords_alone() -> None:
-    words = ["went", "go", "##ing", "going", "houses", "house", "7"]
+def test_lemmas_join_forms_and_take_a_subword_for_its_letters() -> None:
+    words = ["went", "go", "##ing", "going", "houses", "house", "7", "ing", "##7", "##", "##houses"]
     vocabulary = Vocabulary(len(words), lambda ids: " ".join(words[i] for i in ids), lambda text: [])
     found = lemmas(vocabulary, "en")
     assert found[0] == found[1] == found[3] and found[4] == found[5]
-    assert found[2] == "##ing" and found[6] == "7"
-    assert lemmas(vocabulary, None) == words
+    # A subword in place of the word that it is would show the word.
+    assert found[2] == found[7] == "ing" and found[6] == found[8] == "7" and found[9] == "##" and found[10] == "house"
+    assert lemmas(vocabulary, None) == ["went", "go", "ing", "going", "houses", "house", "7", "ing", "7", "##", "houses"]
     with pytest.raises(InputError, match="no lemmas for the language 'xx'"):
         lemmas(vocabulary, "xx")
 

@@ -23,7 +23,7 @@ RELAXED = ("none", "overlap", "overlap and mutual neighbours", "no substitute", 
 
 NONE, POLICY = RELAXED.index("no substitute"), RELAXED.index("kept by policy")
 
-SCHEMA = 3
+SCHEMA = 4
 
 TENSORS = ("offsets", "ids", "k", "relaxed", "groups")
 """The tensors of a table's file."""
@@ -175,9 +175,12 @@ def lemmatizer() -> Any:
 
 
 def lemmas(vocabulary: Vocabulary, language: str | None) -> list[str]:
-    """The lemma of every token, lower case; a subword's is the subword itself (sec. 2.2), as is every token's without a
-    ``language``. Raises ``InputError`` if simplemma is missing or does not know the language."""
-    words = [vocabulary.decode([i]).strip().lower() for i in range(vocabulary.size)]
+    """The lemma of every token, lower case; without a ``language``, the token itself.
+
+    A subword has that of the same letters as a word, where the paper takes the subword itself (sec. 2.2): ``##i`` in place
+    of ``i`` would show the word. Raises ``InputError`` if simplemma is missing or does not know the language.
+    """
+    words = [bare(vocabulary.decode([i]).strip().lower()) for i in range(vocabulary.size)]
     if language is None:
         return words
     simplemma = lemmatizer()
@@ -185,6 +188,11 @@ def lemmas(vocabulary: Vocabulary, language: str | None) -> list[str]:
         return [simplemma.lemmatize(w, lang=language).lower() if w.isalpha() else w for w in words]
     except ValueError as error:
         raise InputError(f"simplemma has no lemmas for the language {language!r} ({error}); pass --language none") from None
+
+
+def bare(piece: str) -> str:
+    """The text of a token without the mark that it continues a word."""
+    return piece.removeprefix("##").strip() or piece
 
 
 def usable_tokens(vocabulary: Vocabulary) -> Tensor:
@@ -196,9 +204,9 @@ def usable_tokens(vocabulary: Vocabulary) -> Tensor:
 
 def kept_by_policy(words: Sequence[str], settings: ShadowSettings) -> Tensor:
     """Which tokens, by their text, the ``settings`` leave alone; bool, ``(tokens,)``."""
-    bare = [word.removeprefix("##").strip() for word in words]
-    marks = [settings.keep_punctuation and bool(w) and not any(c.isalnum() for c in w) for w in bare]
-    numbers = [settings.keep_numbers and any(c.isdigit() for c in w) for w in bare]
+    own = [bare(word) for word in words]
+    marks = [settings.keep_punctuation and bool(w) and not any(c.isalnum() for c in w) for w in own]
+    numbers = [settings.keep_numbers and any(c.isdigit() for c in w) for w in own]
     return torch.tensor([a or b for a, b in zip(marks, numbers)])
 
 
