@@ -23,7 +23,7 @@ from rasura.core.interfaces import InputError
 from rasura.data.columns import Columns
 from rasura.data.text import encode, load_examples
 from rasura.ghost.selection_settings import Selection
-from rasura.ghost.table import ShadowSettings, ShadowTable
+from rasura.ghost.table import SCHEMA, ShadowSettings, ShadowTable
 from rasura.registry import parse_defense
 from rasura.runs import ghost_file
 from rasura.runs.ghost_obfuscator import GhostObfuscator
@@ -219,6 +219,11 @@ def test_every_sixteen_rows_are_kept(tmp_path: Path, model_folder: Path) -> None
     with pytest.raises(KeyboardInterrupt):
         ghost_file.obfuscate_file(source, tmp_path / "h.jsonl", model=str(model_folder), shadows=SETTINGS, progress=stop)
     assert seen == [(0, 40), (16, 40), (32, 40)] and len(part.read_text().splitlines()) == 33
+    kept = part.read_text()
+    part.write_text(kept.replace(f'"table": {SCHEMA}', f'"table": {SCHEMA - 1}'))  # by a version whose tables differ
+    with pytest.raises(InputError, match="begun with other data or settings"):
+        ghost_file.obfuscate_file(source, tmp_path / "h.jsonl", model=str(model_folder), shadows=SETTINGS)
+    part.write_text(kept)
     again = ghost_file.obfuscate_file(source, tmp_path / "h.jsonl", model=str(model_folder), shadows=SETTINGS)
     assert (again.resumed, again.rows) == (32, 40)
 

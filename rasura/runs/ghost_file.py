@@ -17,7 +17,7 @@ from rasura.data.columns import NAMES, Columns
 from rasura.data.parquet import check_installed, write_rows
 from rasura.data.text import Example, load_examples
 from rasura.ghost.selection_settings import DEFAULT
-from rasura.ghost.table import PAPER, ShadowSettings
+from rasura.ghost.table import PAPER, SCHEMA, ShadowSettings
 from rasura.registry import adversaries
 from rasura.report.commands import PUBLIC, command
 from rasura.runs.ghost_obfuscator import PLACES, GhostObfuscator
@@ -85,7 +85,7 @@ def obfuscate_file(
     obfuscator.check(examples)
     about = {
         "model": model, "embedding": obfuscator.table.model, "shadows": asdict(obfuscator.table.settings), "beam": beam,
-        "seed": seed, "data": _digest(examples), "places": PLACES,
+        "seed": seed, "data": _digest(examples), "places": PLACES, "table": SCHEMA,
     }  # fmt: skip
     with appended(part) as file:
         # Another run may have written them while this one began.
