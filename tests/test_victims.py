@@ -179,5 +179,6 @@ def test_bad_folders_are_refused_in_one_line(tmp_path: Path, make: object, messa
 def test_vocabulary_text_leaves_out_what_is_no_text(tmp_path: Path) -> None:
     save_tokenizer(tmp_path, 50)
     known = vocabulary(transformers.AutoTokenizer.from_pretrained(tmp_path), 60)
-    assert known.text([1, 5, -1, 6, 2, 59, 999]) == "w0 w1"
+    assert known.text([1, 5, -1, 6, 2, 999]) == "w0 w1"
+    assert known.text([1, 5, 59, 6, 2]) == "w0 · w1", "a word of a larger tokenizer: a row that this one has no token for"
     assert set(range(50, 60)) <= known.unused_ids
