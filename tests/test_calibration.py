@@ -301,9 +301,11 @@ def test_a_protection_under_which_nothing_was_sent_is_not_measured(model_folder:
     short.write_text("".join(json.dumps({"text": text, "label": 0}) + "\n" for text in texts))
     words = ["calibrate", str(short), "--model", str(model_folder), "--limit", "4", "--attack", "span", "--defense"]
     words += ["accumulate", "--risk", "token_recall", "--at-most", str(TARGET), "--steps", "0", "--budget", "quick"]
+    words += ["--truncate", "--max-length", "5"]
     done = CliRunner().invoke(app, [*words, "--out", str(tmp_path / "run")])
     said = " ".join(done.output.split())
     assert done.exit_code == 4, said
+    assert "4 of 4 notes were cut to 5 tokens before they were sent, the longest from 6. All figures are for" in said
     assert "accumulate: at accumulate:0.12d not measured: nothing is sent: the texts hold 6 different tokens" in said
     assert "pass more texts (--limit)" in said
     assert "No setting" not in said and "none reached" not in said and "--attack" not in said

@@ -20,11 +20,14 @@ from rasura.attacks.images.layers import ImageGradients, layer_input
 from rasura.attacks.images.search import total_variation
 from rasura.core.batches import Batch, ImageBatch
 from rasura.core.interfaces import AttackFailed, InputError, MissingExtra, NotApplicable, Unavailable
+from rasura.core.records import CUT
 from rasura.core.rng import generator
 from rasura.core.threat import HONEST_SERVER, adversary_copy, observe
 from rasura.core.values import NO_TEXT, Grant, Message, NotGranted, Observation, Reconstruction, Transcript
 from rasura.data.images import ImageExample, encode_images, images_hash, load_images
+from rasura.data.sizes import image_sizes
 from rasura.metrics.image import BACKBONE, image_lpips, image_mse, image_psnr, image_ssim, mse, paired_images, psnr, ssim
+from rasura.report.cut import cut_off
 from rasura.runs.plans import Plan
 from rasura.runs.scoring import score
 from rasura.victims.step import step
@@ -113,6 +116,10 @@ def test_files_and_folders_become_examples(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="60x40 pixels, but the model takes 32x32; pass --truncate"):
         encode_images(wide, size=32, num_labels=2)
     assert encode_images(wide, size=32, num_labels=2, truncate=True).pixel_values.shape == (1, 3, 32, 32)
+    pixels = [torch.zeros(3, *size) for size in ((32, 32), (32, 60), (8, 32))]
+    assert image_sizes([ImageExample("x", p, 0) for p in pixels], 32) == [(32, 32), (32, 60), (32, 8)]
+    said = cut_off([{"examples": [0, 1, 2], "details": {CUT: [[32, 32], [32, 60], [32, 8]]}}], images=True)
+    assert said == "2 of 3 images were cropped or scaled to 32 pixels a side before they were sent"
 
 
 def test_bad_files_are_named_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

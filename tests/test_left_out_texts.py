@@ -13,7 +13,10 @@ from rows import sentences
 
 from rasura.core.interfaces import InputError
 from rasura.data.text import load_examples
-from rasura.report.page import write_report
+from rasura.report.gate import outcomes
+from rasura.report.machine import write_junit
+from rasura.report.page import opened, write_report
+from rasura.report.verdicts import Verdict
 from rasura.runs.audit import audit
 
 __all__ = ["model_folder"]
@@ -66,13 +69,28 @@ def test_the_split_of_a_data_set_is_named(
     assert caplog.messages == [f"someone/notes: split {read}"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("cut", [True, False])
-def test_a_report_on_texts_that_were_cut_says_so(tmp_path: Path, model_folder: Path, cut: bool) -> None:
+def test_everything_said_of_texts_that_were_cut_says_so(tmp_path: Path, model_folder: Path, cut: bool) -> None:
     """Of a long note that was cut to two words it said that it was read nearly whole, and no more."""
-    only = {"attacks": ("blind", "embedding-rows"), "defenses": ("none",), "limit": 1}
-    plan = plan_for(model_folder, **only, **({"truncate": True, "max_length": 4} if cut else {}))
-    (found,) = [r for r in audit(plan, out=tmp_path) if r.attack == "embedding-rows"]
-    assert found.scores["token_recall"]["mean"] == 1.0
-    page = sentences(write_report(tmp_path).read_text(encoding="utf-8"))
-    assert ("the figures are for what was left of them" in page) is cut
+    only = {"attacks": ("blind", "embedding-rows"), "defenses": ("none",), "limit": 2}
+    texts = {"texts": ("Alpha met Bravo in Delta .", "Carol paid")}
+    plan = plan_for(model_folder, **only, **texts, **({"truncate": True, "max_length": 4} if cut else {}))
+    assert [r.scores["token_recall"]["mean"] for r in audit(plan, out=tmp_path) if r.attack != "blind"] == [1.0, 1.0]
+    page, found = sentences(write_report(tmp_path).read_text(encoding="utf-8")), opened(tmp_path).found
+    write_junit(tmp_path / "junit.xml", found, None, 0.0)
+    summary = json.loads((tmp_path / "summary.json").read_text(encoding="utf-8"))
+    said = "1 of 2 notes were cut to 4 tokens before they were sent, the longest from 8"
+    junit = (tmp_path / "junit.xml").read_text(encoding="utf-8")
+    everywhere = [page, " ".join(summary["sentence"]), summary["verdicts"]["none"]["says"], junit]
+    assert [said in one for one in everywhere] == [cut] * 4
+
+
+@pytest.mark.parametrize("limit", [0.2, 0.99])
+def test_a_gate_says_that_texts_were_cut(limit: float) -> None:
+    """Whether it passes or not: what was cut off was not sent, and not read."""
+    risk = 0.5 if limit < 0.5 else 0.1
+    one = Verdict(
+        "above guessing", "pruning:0.5", 100, risk, 0.9, 0.6, "span", counted=("span",), cut="9 of 100 notes were cut"
+    )
+    (line,) = [says for _, says in outcomes({"pruning:0.5": one}, limit).values()]
+    assert line.endswith("; 9 of 100 notes were cut")

@@ -16,6 +16,10 @@ MASK = "███"
 LABELS = "label_accuracy"
 """The score of the labels that an attack named: 1 for each label of the batch that is among them. It is of no text."""
 
+CUT = "cut"
+"""In the details of a record: for each text how many of its tokens were sent, and how many it has; for each image its
+pixels a side as sent, and before. Empty if none was cut, cropped or scaled."""
+
 Details = Mapping[str, Any]
 """What an attack reports besides its scores, in any form. Verdicts read ``ran`` and ``attack`` of the portfolio, as
 texts."""

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from rasura.report.cut import cut_off
 from rasura.report.entries import entry_of, notes_in
 from rasura.report.gate import judged
 from rasura.report.labels import label_readings
@@ -85,7 +86,8 @@ def _ordered(first: Iterable[str], there: Iterable[str]) -> list[str]:
 def _verdict(records: Sequence[Mapping[str, Any]], every: Iterable[Mapping[str, Any]], metric: str, images: bool) -> Verdict:
     update = records[0]["update"]
     baseline = [r for r in every if plain(r["defense"]) and r["update"] == update]
-    return verdict(records[0]["defense"], records, baseline, metric, images=images)
+    found = verdict(records[0]["defense"], records, baseline, metric, images=images)
+    return replace(found, cut=cut_off(records, images=images))
 
 
 def _prices(records: Iterable[Mapping[str, Any]], defenses: Sequence[str]) -> dict[str, Price]:

@@ -52,14 +52,14 @@ def outcomes(verdicts: Mapping[str, Verdict], limit: float) -> dict[str, tuple[i
         most = max((c for c in v.columns or (v,) if _read_more(c, limit)), key=lambda c: c.risk or 0.0, default=None)
         if most is not None:
             read = f"{most.attack} read {below(100 * (most.risk or 0))} %"
-            found[name] = ABOVE_LIMIT, f"{name}: {read}, above {share}{_guessing(most, limit)}"
+            found[name] = ABOVE_LIMIT, f"{name}: {read}, above {share}{_guessing(most, limit)}{_cut(v)}"
         elif v.word == READS:
             found[name] = ABOVE_LIMIT, f"{name}: {v.says}, which no limit allows"
         elif not v.meets(limit):
             found[name] = NOT_JUDGED, f"{name}: not judged against {share}: {_why(v, limit)}"
         else:
             most_read = above(100 * (1.0 if v.upper is None else v.upper))
-            found[name] = PASSED, f"{name}: at most {most_read} % is read, within {share}"
+            found[name] = PASSED, f"{name}: at most {most_read} % is read, within {share}{_cut(v)}"
     return found
 
 
@@ -88,6 +88,10 @@ def _guess(v: Verdict) -> float:
 
 def _guessing(v: Verdict, limit: float) -> str:
     return f" (guessing alone scores {percent(_guess(v)):.0f} %, so no protection can pass)" if _guess(v) > limit else ""
+
+
+def _cut(v: Verdict) -> str:
+    return f"; {v.cut}" if v.cut else ""
 
 
 def _why(v: Verdict, limit: float) -> str:

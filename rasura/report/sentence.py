@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from rasura.report.cut import OF_WHAT_IS_LEFT, cut_off
 from rasura.report.labels import label_sentence
-from rasura.report.language import tell
-from rasura.report.matrix import Entry, Findings
+from rasura.report.language import recorded, tell
+from rasura.report.matrix import IMAGES, Entry, Findings
 from rasura.report.readings import notes_of, setting_of
 
 HEADLINE, RISK = "token_recall", "bag_f1"
@@ -32,7 +33,7 @@ def headline(
 def sentence(f: Findings, records: Sequence[Mapping[str, Any]]) -> list[str]:
     """The sentences that a report of an audit begins with."""
     name, here = headline((*f.baseline, *f.columns), f.best, records)
-    blank, labels = left_out(f), _labels(f)
+    blank, labels = [*left_out(f), *of_what_is_left(f, records)], _labels(f)
     if name is None or f.blind is None:
         return [
             tell(
@@ -145,6 +146,12 @@ def where(column: str) -> str:
 def covered(count: int, of: int, many: str) -> str:
     """That a figure leaves examples out."""
     return tell("This figure covers {count} of {of} {many}; the others have no figure.", count=count, of=of, many=many)
+
+
+def of_what_is_left(f: Findings, records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """That examples were cut before they were sent; nothing where all were sent as they are."""
+    cut = cut_off(records, images=f.words == IMAGES)
+    return [f"{cut}. {recorded(OF_WHAT_IS_LEFT)}"] if cut else []
 
 
 def left_out(f: Findings) -> list[str]:

@@ -12,7 +12,7 @@ from rasura.report.language import tell
 from rasura.report.matrix import Findings, Wording
 from rasura.report.pooled import Level, pooled
 from rasura.report.readings import notes_of, reading, without_a_figure
-from rasura.report.sentence import RISK, covered, left_out, partly, unknown_words, where
+from rasura.report.sentence import RISK, covered, left_out, of_what_is_left, partly, unknown_words, where
 from rasura.report.verdicts import plain, worst_of
 
 ANSWERS = "answer_bag_f1"
@@ -56,7 +56,7 @@ def _sentence(f: Findings, records: Sequence[Mapping[str, Any]]) -> Iterator[str
     name = next((c for c in (*f.baseline, *f.columns) if c in f.best), None)
     if name is None or f.blind is None:
         yield tell("No attack on the service gave a result that can be scored; the table gives the reasons.")
-        yield from left_out(f)
+        yield from (*left_out(f), *of_what_is_left(f, records))
         return
     entry = f.best[name]
     assert entry.level is not None
@@ -67,7 +67,7 @@ def _sentence(f: Findings, records: Sequence[Mapping[str, Any]]) -> Iterator[str
     yield from partly(f, name)
     if entry.coverage:
         yield covered(*entry.coverage, f.words.here.many)
-    yield from left_out(f)
+    yield from (*left_out(f), *of_what_is_left(f, records))
     yield tell("Guessing without looking at the data sent: {level}.", level=f.blind.text)
     yield from unknown_words(records)
 

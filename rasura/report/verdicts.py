@@ -86,7 +86,7 @@ class Verdict:
     figures are then the highest of all, and ``attack``, ``whole`` and ``guess`` those of the worst. ``mixed``: how many of
     ``whole`` were read only among the words of other examples. ``proven``: how many are verified and yet not nearly whole.
     ``one_key``: all of it is behind one key, so that it says nothing of other keys. ``inflated``: attacks whose figures come
-    from naming more words than guessing.
+    from naming more words than guessing. ``cut``: that examples had been cut before they were sent, in words.
     """
 
     word: str
@@ -105,6 +105,7 @@ class Verdict:
     proven: int = 0
     one_key: bool = False
     inflated: tuple[str, ...] = ()
+    cut: str = ""
     columns: tuple[Verdict, ...] = field(default=(), compare=False, repr=False)
 
     @property
@@ -148,9 +149,10 @@ class Verdict:
         """The verdict in words, with what it rests on."""
         if self.word == NOT_MEASURED:
             return unmeasured(self.missing)
+        said = self._rests_on
         if self.one_key:
-            return tell("{verdict}, behind the one key of this run where it has a key", verdict=self._rests_on)
-        return self._rests_on
+            said = tell("{verdict}, behind the one key of this run where it has a key", verdict=said)
+        return f"{said}; {self.cut}" if self.cut else said
 
     @property
     def _rests_on(self) -> str:

@@ -81,7 +81,7 @@ class Audit:
         self.models = AuditModels(self.victim, adapters, plan.seed, bool(self.own))
         self.lending = Lending(self.models, partial(load_language_model, plan))
         encoded = encoded_data(data, plan, self.victim, self.defenses)
-        self.batches, self.examples_in = encoded.batches, encoded.examples
+        self.batches, self.examples_in, self.cut_in = encoded.batches, encoded.examples, encoded.cut
         self.cells = list(enumerated(plan, data, self.defenses, encoded.names))
         self.data_name, self.unavailable = data.name, dict[str, str]()
 
@@ -189,6 +189,7 @@ class Audit:
         )
 
     def _record(self, cell: Cell, threat: ThreatModel, status: str, reason: str, **found: Any) -> Record:
+        found["details"] = {**found.get("details", {}), **self.cut_in[cell.defense, cell.batch_size][cell.batch]}
         return Record(
             key=cell.key,
             attack=cell.attack,

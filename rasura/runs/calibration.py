@@ -25,6 +25,7 @@ from rasura.metrics.learned import has_figures
 from rasura.metrics.utility import HIGHER_IS_BETTER
 from rasura.registry import Family, family, parse_defense
 from rasura.report.calibration import recommendation
+from rasura.report.cut import OF_WHAT_IS_LEFT, cut_off
 from rasura.report.levels import point, yardstick
 from rasura.report.search import UNPROTECTED, Measured, holds, least, not_found, why_not
 from rasura.report.verdicts import READS, plain, texts_needed, unmeasured
@@ -49,7 +50,7 @@ class Calibration:
         self.plan, self.folder, self.device = wanted.plan, Path(folder), device
         first = Audit(replace(self.plan, defenses=("none",)), device=device)
         self.label_names = first.plan.label_names
-        self.victim, self.n_texts = first.victim, len(first.data.private)
+        self.victim, self.n_texts, self.data_name = first.victim, len(first.data.private), first.data_name
         self.adapter = next(iter(first.updates.values()))[0].adapter
         self.model = first.models.public(self.adapter)
         entries = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
@@ -121,7 +122,7 @@ class Calibration:
         result: dict[str, Any] = {
             "risk": w.risk, "at_most": w.at_most, "attacks": list(p.attacks), "texts": self.n_different, "seeds": p.seeds,
             "seed": p.seed, "batch_size": p.batch_sizes[0], "update": p.updates[0], "task": p.task,
-            "model": first.get("model", p.model), "data": first.get("data", ""), "threat": p.threats[0],
+            "model": first.get("model", p.model), "data": self.data_name, "threat": p.threats[0],
             "threat_plain": first.get("threat_plain", ""), "budget": p.budget, "utility": w.utility,
             "versions": first.get("versions", {}), "families": found, "checks": self._checks(found),
             "training": self._told_training(),
@@ -257,6 +258,8 @@ class Calibration:
     def _checks(self, found: Sequence[Mapping[str, Any]]) -> list[str]:
         """Warnings that the figures must be read with."""
         out, names = self.too_few(), self.plan.attacks
+        if cut := cut_off((r for r in self.store if r["data"] == self.data_name), images=self.plan.task == "vision"):
+            out.append(f"{cut}. {OF_WHAT_IS_LEFT}")
         for f in found:
             # The strongest setting is the one that the rest of the search stands on.
             beyond: list[str] = next((p["verdict"]["missing"] for p in reversed(f["points"]) if p["risk"]), [])

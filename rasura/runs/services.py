@@ -18,7 +18,7 @@ import torch
 from rasura.core.answers import ServiceObservation, ServiceTranscript, TokenReading
 from rasura.core.errors import InputError
 from rasura.core.interfaces import Budget
-from rasura.core.records import CLIENT, Record, cell_key
+from rasura.core.records import CLIENT, CUT, Record, cell_key
 from rasura.core.rng import generator
 from rasura.core.run_store import RunStore
 from rasura.core.threat import SERVICE_OPERATOR, observe_service, own_copy, service_transcript
@@ -96,7 +96,9 @@ class ServiceAudit:
         if training is not None:
             longest = min(longest, training.plan.max_length or longest)
         room = longest - len(words.prefix) - len(words.suffix)
-        self.ids = [(*words.prefix, *words.encode(t)[:room], *words.suffix) for t in self.chosen]
+        whole = [words.encode(t) for t in self.chosen]
+        self.ids = [(*words.prefix, *ids[:room], *words.suffix) for ids in whole]
+        self.cut = [(min(len(ids), room) + longest - room, len(ids) + longest - room) for ids in whole]
         self.prompts = [ids[: max(1, len(ids) // 2)] for ids in self.ids]
         numbers: dict[tuple[int, ...], int] = {}
         self.examples = [numbers.setdefault(ids, len(numbers)) for ids in self.ids]
@@ -226,7 +228,7 @@ class ServiceAudit:
         return self._record(
             cell, outcome.status, outcome.reason, scores=scores, blind=sent.guess.blind,
             recovered=[] if guess is None else recovered_texts(guess, truth, self.plan.show_text),
-            details=dict(outcome.details if guess is None else guess.details),
+            details={**(outcome.details if guess is None else guess.details), CUT: self.cut},
             sent_bytes=_sent_bytes(seen), defense_seconds=sent.guess.seconds, wall_seconds=outcome.wall_seconds,
             cpu_seconds=outcome.cpu_seconds,
         )  # fmt: skip
