@@ -357,6 +357,16 @@ def test_the_level_of_a_coin_at_the_sizes_of_audits() -> None:
         assert coin_level(n, n) == pytest.approx(math.sqrt(math.log(20) / n), rel=0.02)
     assert coin_level(4000, 1001) == pytest.approx(math.sqrt(math.log(20) / 2 * (1 / 4000 + 1 / 1001)), rel=1e-12)
     assert largest_leakage([2.0, 1.0, 0.0], [True, False, False]) == (1.0, coin_level(1, 2))
+
+
+@pytest.mark.parametrize("n", range(6, 41))
+def test_leakage_at_the_level_of_guessing_is_not_above_it(n: int) -> None:
+    """8 of 24 members above 0 others, 13 above 5 and so on differ by the same: as fractions, some seemed to be more."""
+    gap = round(coin_level(n, n) * n)
+    for others in range(n - gap + 1):
+        first, last = [True] * (gap + others), [True] * (n - gap - others)
+        order = [*[False] * others, *first, *[False] * (n - others), *last]  # the greatest difference is ``gap`` texts
+        assert largest_leakage([float(-k) for k in range(2 * n)], order) == (coin_level(n, n), coin_level(n, n))
     with pytest.raises(InputError, match="at least one of each"):
         coin_level(0, 4)
     rng, above = np.random.default_rng(0), 0

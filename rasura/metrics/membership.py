@@ -138,7 +138,8 @@ def largest_leakage(scores: Sequence[float], members: Sequence[bool]) -> tuple[f
     """
     inside, outside = _parted(scores, members)
     false, true = roc(scores, members)
-    return float((true - false).max()), coin_level(len(inside), len(outside))
+    pairs = len(inside) * len(outside)  # differences are whole multiples of 1 / pairs: one at the level is not above it
+    return round(float((true - false).max()) * pairs) / pairs, coin_level(len(inside), len(outside))
 
 
 EXACT = 4_000_000
