@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
 from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
@@ -26,6 +27,7 @@ from rasura.report.training import cheapest
 from rasura.runs.audit import Audit
 from rasura.runs.calibration import Calibration, calibrate
 from rasura.runs.calibration_plan import CalibrationPlan
+from rasura.runs.cells import Cell
 from rasura.runs.plans import Plan
 
 __all__ = ["model_folder"]
@@ -141,6 +143,25 @@ def test_the_page_says_it_and_fetches_nothing(done: tuple[Path, dict[str, Any]])
     assert html.count('class="ring"') == 1 and "stroke-dasharray" in html and "no formal guarantee" in html
     assert not re.search(r"""(?:src|href)=["'](?!#)|url\(|@import|https?://""", html) and "<script" not in html
     assert not any(n in html.lower() for n in ("w11 ", "w20")), "it shows no text"
+
+
+def test_a_run_that_was_cut_off_does_not_show_the_result_of_an_earlier_one(
+    done: tuple[Path, dict[str, Any]], model_folder: Path, notes: Path, tmp_path: Path
+) -> None:
+    """It stood beside the command of the later one, with an attack that had not ended and another target."""
+    folder = Path(shutil.copytree(done[0], tmp_path / "run"))
+    plan = wanted(model_folder, notes)
+    assert write_report(folder).is_file()
+    later = Calibration(replace(plan, plan=replace(plan.plan, attacks=("span", "embedding-rows"))), folder)
+
+    def cut_off(cell: Cell) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        later.run(cut_off)
+    later.close()
+    with pytest.raises(InputError, match="unfinished calibration; run the same command again"):
+        write_report(folder)
 
 
 @pytest.mark.slow

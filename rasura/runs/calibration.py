@@ -115,6 +115,8 @@ class Calibration:
         """Find and verify a setting for every protection, and measure its cost. The result is also written to
         ``summary.json`` in the folder."""
         w, p = self.wanted, self.plan
+        # Of another target or other attacks: if this run is cut off, it would stand beside this run's command.
+        (self.folder / "summary.json").unlink(missing_ok=True)
         found = [self._family(one, progress) for one in self.families]
         if w.utility is not None:
             self._utility(found)
