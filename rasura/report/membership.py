@@ -213,10 +213,7 @@ def render_membership(records: Sequence[Mapping[str, Any]], plan: Mapping[str, A
     """The page as a string. ``made``: what the run stored about itself."""
     made = made or Made()
     seconds = duration(sum(r["wall_seconds"] for r in records))
-    means = tell(
-        "all attacks together took {duration}, with {count} shadow models, on {machine}", duration=seconds,
-        count=plan["shadow_models"], machine=machine(made),
-    )  # fmt: skip
+    means = tell("all attacks together took {duration} on {machine}", duration=seconds, machine=machine(made))
     who = recorded(str(records[0]["threat_plain"])) if records else ""
     missing, done = _missing(records, plan), [r for r in records if r["status"] == "ok"]
     differ = bool(done) and off(done)
