@@ -23,6 +23,7 @@ from rasura.registry import ATTACKS, DEFENSES, SERVICE_ATTACKS, SERVICE_PROTECTI
 from rasura.report import (
     assessment,
     calibration,
+    cut,
     head,
     language,
     matrix,
@@ -83,6 +84,7 @@ def stored() -> set[str]:
         training.NOT_LESS,
         training.CHANCE,
         training.UNKNOWN,
+        cut.OF_WHAT_IS_LEFT,
     }
     found |= {text for w in ways.WAYS for text in (w.name, w.reads, w.colluders, w.gone) if text}
     return found | CHOSEN
