@@ -212,7 +212,7 @@ class Ledger:
 
     def load(self, path: str | Path) -> None:
         """``load_state_dict`` of what ``save`` wrote. Raises ``InputError`` if the file is missing or not a ledger."""
-        self.load_state_dict(parsed(path))
+        self.load_state_dict(parsed(path)[0])
 
 
 def _with_unmade(found: Guarantee, unmade: int) -> Guarantee:
@@ -234,27 +234,26 @@ def _alike(release: Release, planned: Release) -> bool:
 
 def releases_in(path: str | Path) -> int:
     """The number of releases in a file of ``parsed``."""
-    return sum(count for _, count in read(parsed(path))[0])
+    return sum(count for _, count in read(parsed(path)[0])[0])
 
 
-def _loaded(path: str | Path) -> Any:
+def parsed(path: str | Path) -> tuple[Any, list[str]]:
+    """The state in a file of ``Ledger.save``, or in a ``result.json`` of ``rasura train`` with what that says beside its
+    guarantee."""
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         why = f"{path} is not a ledger: {type(error).__name__}"
         raise InputError(f"{why}; expected a JSON file that a training wrote") from None
-
-
-def parsed(path: str | Path) -> Any:
-    """The state in a file of ``Ledger.save``, or in a ``result.json`` of ``rasura train``."""
-    found = _loaded(path)
-    return found["ledger"] if isinstance(found, Mapping) and "ledger" in found else found
+    if isinstance(found, Mapping) and "ledger" in found:
+        return found["ledger"], found.get("privacy", {}).get("warnings", [])
+    return found, []
 
 
 def counted(path: str | Path, delta: float | None = None) -> Guarantee:
     """The privacy budget spent by the releases in a file of ``parsed``, at the training's delta or at another; with what a
     ``result.json`` says beside its guarantee, such as that canaries refute it."""
-    state, whole = parsed(path), _loaded(path)
+    state, said = parsed(path)
     runs, _ = read(state)
     names = {release.mechanism for release, _ in runs}
     if len(names) != 1:
@@ -265,7 +264,7 @@ def counted(path: str | Path, delta: float | None = None) -> Guarantee:
         return _with_unmade(stated(runs, run, carrier=next(iter(names)), planned=False), state.get("unmade", 0))
 
     own = at(state["delta"])
-    beside = [one for one in whole.get("privacy", {}).get("warnings", ()) if one not in own.warnings]
+    beside = [one for one in said if one not in own.warnings]
     found = own if delta is None else at(delta)
     return replace(found, warnings=(*found.warnings, *beside))
 

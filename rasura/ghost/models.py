@@ -21,6 +21,7 @@ from rasura.ghost.table import (
     read_as_written,
     search,
     token_embedding,
+    token_texts,
     usable_tokens,
 )
 
@@ -40,14 +41,9 @@ def made_for(model: nn.Module, vocabulary: Vocabulary, settings: ShadowSettings,
 
 
 @lru_cache(maxsize=8)
-def _words(vocabulary: Vocabulary) -> tuple[str, ...]:
-    return tuple(vocabulary.decode([i]).strip().lower() for i in range(vocabulary.size))
-
-
-@lru_cache(maxsize=8)
 def _digest(vocabulary: Vocabulary) -> str:
     """What tells a tokenizer from others by what a table depends on: two may share one embedding."""
-    told = (_words(vocabulary), sorted(vocabulary.special_ids), sorted(vocabulary.unused_ids))
+    told = (token_texts(vocabulary), sorted(vocabulary.special_ids), sorted(vocabulary.unused_ids))
     return hashlib.sha256(json.dumps(told).encode()).hexdigest()
 
 
@@ -57,7 +53,7 @@ def _made(table: Tensor, vocabulary: Vocabulary, settings: ShadowSettings) -> Sh
     def padded(mask: Tensor) -> Tensor:
         return torch.cat([mask, torch.zeros(beyond, dtype=torch.bool)])[: len(table)]
 
-    kept = padded(kept_by_policy(_words(vocabulary), settings))
+    kept = padded(kept_by_policy(token_texts(vocabulary), settings))
     usable = padded(usable_tokens(vocabulary)) & ~kept
     names = [*lemmas(vocabulary, settings.language), *(f"\0{i}" for i in range(beyond))][: len(table)]
     allowed = padded(read_as_written(vocabulary)) if settings.round_trip else None

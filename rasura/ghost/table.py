@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -174,13 +175,19 @@ def lemmatizer() -> Any:
     return simplemma
 
 
+@lru_cache(maxsize=8)
+def token_texts(vocabulary: Vocabulary) -> tuple[str, ...]:
+    """The text of every token alone, lower case."""
+    return tuple(vocabulary.decode([i]).strip().lower() for i in range(vocabulary.size))
+
+
 def lemmas(vocabulary: Vocabulary, language: str | None) -> list[str]:
     """The lemma of every token, lower case; without a ``language``, the token itself.
 
     A subword has that of the same letters as a word, where the paper takes the subword itself (sec. 2.2): ``##i`` in place
     of ``i`` would show the word. Raises ``InputError`` if simplemma is missing or does not know the language.
     """
-    words = [bare(vocabulary.decode([i]).strip().lower()) for i in range(vocabulary.size)]
+    words = [bare(text) for text in token_texts(vocabulary)]
     if language is None:
         return words
     simplemma = lemmatizer()

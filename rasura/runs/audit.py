@@ -17,7 +17,7 @@ from torch import OutOfMemoryError, nn
 
 from rasura.core.errors import FAULTS, broken
 from rasura.core.interfaces import ActiveAttack, Attack, InputError, NotApplicable, NotSent, Unavailable, attacking_device
-from rasura.core.records import Record
+from rasura.core.records import CUT, Record
 from rasura.core.rng import generator
 from rasura.core.run_store import RunStore
 from rasura.core.threat import THREATS, ThreatModel
@@ -189,7 +189,7 @@ class Audit:
         )
 
     def _record(self, cell: Cell, threat: ThreatModel, status: str, reason: str, **found: Any) -> Record:
-        found["details"] = {**found.get("details", {}), **self.cut_in[cell.defense, cell.batch_size][cell.batch]}
+        found["details"] = {**found.get("details", {}), CUT: self.cut_in[cell.defense, cell.batch_size][cell.batch]}
         return Record(
             key=cell.key,
             attack=cell.attack,

@@ -13,7 +13,6 @@ from torch import nn
 from rasura.core.accumulation import gathered, needed_tokens, tokens_in
 from rasura.core.batches import contents, places_of_each
 from rasura.core.interfaces import Defense, InputError
-from rasura.core.records import CUT
 from rasura.data.images import ImageExample, demo_images, encode_images, images_hash, load_images
 from rasura.data.overlap import refuse_shared
 from rasura.data.sizes import image_sizes, text_sizes
@@ -109,13 +108,13 @@ def _reference(plan: Plan, examples: Sequence[Example]) -> tuple[str, ...] | Non
 @dataclass(frozen=True)
 class EncodedData:
     """By protection and batch size: the ``batches`` that clients send, the numbers of the ``examples`` in each batch, its
-    name: sixteen hex digits of its texts or images, whatever others the audit has, and what was ``cut`` of it, as the
-    details of its records."""
+    name: sixteen hex digits of its texts or images, whatever others the audit has, and what was ``cut`` of it
+    (``CUT``)."""
 
     batches: dict[tuple[str, int], list[Any]]
     examples: Mapping[tuple[str, int], list[list[int]]]
     names: Mapping[tuple[str, int], list[str]]
-    cut: Mapping[tuple[str, int], list[dict[str, Any]]]
+    cut: Mapping[tuple[str, int], list[list[tuple[int, int]]]]
 
 
 def encoded_data(data: AuditData, plan: Plan, victim: Victim, defenses: Mapping[str, Defense]) -> EncodedData:
@@ -129,27 +128,32 @@ def encoded_data(data: AuditData, plan: Plan, victim: Victim, defenses: Mapping[
         size: [[given.setdefault(one, len(given)) for one in contents(batch)] for batch in some]
         for size, some in batches.items()
     }
+    cuts = {size: [_cut(group, plan, victim) for group in private[size]] for size in plan.batch_sizes}
     sent: dict[tuple[str, int], list[Any]] = {}
     examples: dict[tuple[str, int], list[list[int]]] = {}
     names: dict[tuple[str, int], list[str]] = {}
-    cut: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    cut: dict[tuple[str, int], list[list[tuple[int, int]]]] = {}
     for text, size in product(defenses, batches):
         places = _sent_together(defenses[text], batches[size], victim.model)
         sent[text, size] = [_joined([batches[size][k] for k in some], victim) for some in places]
         examples[text, size] = [[n for k in some for n in numbers[size][k]] for some in places]
         names[text, size] = [_name([one for k in some for one in private[size][k]]) for some in places]
-        cut[text, size] = [{CUT: _cut([one for k in some for one in private[size][k]], plan, victim)} for some in places]
+        cut[text, size] = [_of_any([one for k in some for one in cuts[size][k]]) for some in places]
     return EncodedData(sent, examples, names, cut)
 
 
 def _cut(group: Sequence[Any], plan: Plan, victim: Victim) -> list[tuple[int, int]]:
-    """What is sent of each of ``group``, and what there was; empty if all of it is sent."""
-    v = victim
+    """What is sent of each of ``group``, and what there was; empty if nothing may be cut."""
     if not plan.truncate:
         return []
-    vision = v.task == "vision"
-    found = image_sizes(group, v.max_length) if vision else text_sizes(group, v.tokenizer, v.longest(plan.max_length))
-    return found if any(sent != whole for sent, whole in found) else []
+    if victim.task == "vision":
+        return image_sizes(group, victim.max_length)
+    return text_sizes(group, victim.tokenizer, victim.longest(plan.max_length))
+
+
+def _of_any(cut: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """``cut``, or nothing where all is sent as it is."""
+    return cut if any(sent != whole for sent, whole in cut) else []
 
 
 def different(data: AuditData, plan: Plan, victim: Victim) -> frozenset[Hashable]:

@@ -91,7 +91,8 @@ def draw(
 
 
 def _row(example: Example, unit: str | None) -> str:
-    about = dict(zip(NAMES, (example.text, example.text_pair, example.label))) | {unit or "": example.unit}
+    about = dict(zip(NAMES, (example.text, example.text_pair, example.label)))
+    about |= {} if unit is None else {unit: example.unit}
     return json.dumps({k: v for k, v in about.items() if v is not None}, ensure_ascii=False) + "\n"
 
 
