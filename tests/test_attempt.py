@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from dataclasses import FrozenInstanceError, dataclass
 from typing import NoReturn
@@ -90,3 +92,11 @@ def test_an_attack_is_not_tried_without_what_it_needs() -> None:
     found = lacking(Needy(), Some(Grant.MODEL), "honest-server")
     assert found is not None and found.status == "not_applicable"
     assert found.reason == "honest-server does not grant LABELS, LENGTHS"
+
+
+def test_the_peak_memory_is_not_that_of_the_program_that_started_this_one() -> None:
+    """getrusage begins with it, so a small run that a large notebook had started was said to take as much."""
+    held = bytearray(b"1") * 1_200_000_000
+    code = "from rasura.runs.attempt import peak_mb; print(peak_mb())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert 20 < float(done.stdout) < peak_mb() - 300 and len(held) > 10**9

@@ -224,11 +224,12 @@ def test_a_ledgers_file_can_be_read_by_a_person(tmp_path: Path) -> None:
     made.save(tmp_path / "a.json")
     text = (tmp_path / "a.json").read_text(encoding="utf-8")
     assert text.startswith('{\n "version": 1,\n') and text.endswith("}\n") and json.loads(text) == made.state_dict()
-    assert parsed(tmp_path / "a.json") == made.state_dict()
-    (tmp_path / "b.json").write_text(json.dumps({"ledger": {"é": 1}, "more": 2}, ensure_ascii=False), encoding="utf-8")
-    assert parsed(str(tmp_path / "b.json")) == {"é": 1}
+    assert parsed(tmp_path / "a.json") == (made.state_dict(), [])
+    whole = {"ledger": {"é": 1}, "privacy": {"warnings": ["x"]}}
+    (tmp_path / "b.json").write_text(json.dumps(whole, ensure_ascii=False), encoding="utf-8")
+    assert parsed(str(tmp_path / "b.json")) == ({"é": 1}, ["x"])
     (tmp_path / "b.json").write_text("[1]")
-    assert parsed(tmp_path / "b.json") == [1]
+    assert parsed(tmp_path / "b.json") == ([1], [])
     (tmp_path / "b.json").write_text("{")
     assert said(lambda: parsed(tmp_path / "b.json")) == (
         f"{tmp_path / 'b.json'} is not a ledger: JSONDecodeError; expected a JSON file that a training wrote"

@@ -193,8 +193,9 @@ def test_heads_that_are_wider_than_the_model_count(tmp_path: Path) -> None:
 
 
 MEASURE = """
-import json, resource, sys
+import json, sys
 import torch, transformers
+from rasura.runs.attempt import peak_mb
 from rasura.server.models import checked, opened
 from rasura.server.inference import Decoding, Prompt
 from rasura.server import memory
@@ -225,9 +226,9 @@ def run(ids):
 
 if kind != "train":
     run(ids[:1, :8])
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+before = peak_mb()
 run(ids)
-took = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+took = (peak_mb() - before) * 2**20
 told = memory.training(about, batch, length) if kind == "train" else memory.running(about, batch, length, 3)
 print(json.dumps([took, told]))
 """
