@@ -20,6 +20,7 @@ from rasura.core.word_rows import token_count
 from rasura.victims.adapters import base_of, revision_of, with_adapter
 from rasura.victims.embedded import embedded_path
 from rasura.victims.hub import check_hub_id
+from rasura.victims.models import one_class_each
 from rasura.victims.on_disk import check_stored, needs_disk, stored_model
 from rasura.victims.positions import positions
 from rasura.victims.structure import verify_parts
@@ -195,8 +196,8 @@ def with_own_head(victim: Victim) -> Victim:
 def with_one_label(victim: Victim) -> Victim:
     """``victim``, for texts with one label each. Raises ``InputError`` for a model of numbers (regression) or of several
     labels a text: its loss is another one, and what is measured of it with classes would be of no model."""
-    kind = getattr(victim.model.config, "problem_type", None)
-    if victim.task == "classification" and (victim.num_labels < 2 or kind not in (None, "single_label_classification")):
+    if victim.task == "classification" and not one_class_each(victim.model):
+        kind = getattr(victim.model.config, "problem_type", None)
         raise InputError(
             f"{victim.name} is not a classifier with one label a text: its config says problem_type = {str(kind)[:40]}, "
             f"{victim.num_labels} outputs; expected single_label_classification, of two classes or more"

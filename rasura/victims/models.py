@@ -1,13 +1,12 @@
 """The victim: any Hugging Face sequence classifier or causal language model, its parts found by structure.
 
-Nothing here depends on a model family's class: word and position embeddings, blocks, Q/K/V layers and heads are recognised
-by their place in the model and by a short list of names that the families use. A model with another structure needs an
-adapter, through ``register`` or from a package with the entry point ``rasura.models``.
+Word and position embeddings, blocks, Q/K/V layers and heads are found by their place in the model and a short list of names.
+Another structure needs an adapter: ``register``, or the entry point ``rasura.models`` of a package.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -295,6 +294,7 @@ def is_eager(model: nn.Module) -> bool:
     return getattr(getattr(model, "config", None), "_attn_implementation", "eager") == "eager"
 
 
-def parameter_shapes(model: nn.Module) -> Mapping[str, tuple[int, ...]]:
-    """Names and shapes of all parameters, each listed once."""
-    return {n: tuple(p.shape) for n, p in model.named_parameters()}
+def one_class_each(model: nn.Module) -> bool:
+    """Whether a text of the classifier has one class of two or more. A regression's or several labels are no classes."""
+    kind = getattr(model.config, "problem_type", None)
+    return kind in (None, "single_label_classification") and int(getattr(model.config, "num_labels", 2)) > 1

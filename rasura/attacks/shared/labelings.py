@@ -6,11 +6,11 @@ import itertools
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rasura.core.updates import announced_update
 from rasura.core.values import Grant, Observation
-from rasura.victims.models import layer_inputs, parts
+from rasura.victims.models import layer_inputs, one_class_each, parts
 
 MAX_LABELINGS = 64
 
@@ -21,13 +21,6 @@ def pad(tokens: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
     ids = torch.tensor([[*t, *[pad_id] * (longest - len(t))] for t in tokens], dtype=torch.long)
     mask = torch.arange(longest) < torch.tensor([len(t) for t in tokens])[:, None]
     return ids, mask.long()
-
-
-def one_class_each(model: nn.Module) -> bool:
-    """Whether a text of the classifier ``model`` has one class of two or more. The loss of a regression, or of several
-    labels a text, is another one, and its labels are no classes."""
-    kind = getattr(model.config, "problem_type", None)
-    return kind in (None, "single_label_classification") and int(getattr(model.config, "num_labels", 2)) > 1
 
 
 def labelings(seen: Observation, ids: Tensor, mask: Tensor, types: Tensor | None) -> list[Tensor]:

@@ -7,7 +7,7 @@ from torch import Generator, Tensor
 from rasura.core.interfaces import AttackFailed, Budget, NotApplicable
 from rasura.core.specs import AttackSpec
 from rasura.core.values import Grant, Observation, Reconstruction
-from rasura.victims.models import parts
+from rasura.victims.models import one_class_each, parts
 
 
 class IDLG:
@@ -30,9 +30,8 @@ class IDLG:
 
     def __call__(self, seen: Observation, *, rng: Generator, budget: Budget) -> Reconstruction:
         head = parts(seen.model).head if seen.task == "classification" else None
-        kind = getattr(seen.model.config, "problem_type", None)
-        if head is None or kind in ("regression", "multi_label_classification"):
-            raise NotApplicable(f"expected a single-label classification head, found {kind or 'no head'}")
+        if head is None or not one_class_each(seen.model):
+            raise NotApplicable("the model has no single-label classification head of two classes or more")
         bias, weight = _whole(seen, head.bias), _whole(seen, head.weight)
         if bias is not None and len(bias) > 1:
             chosen = bias < 0

@@ -14,7 +14,7 @@ from torch import Generator, Tensor, nn
 from rasura.core.interfaces import AttackFailed, Budget, NotApplicable
 from rasura.core.specs import AttackSpec
 from rasura.core.values import Grant, Observation, Reconstruction, Vocabulary
-from rasura.victims.models import Linear, layer_inputs, parts
+from rasura.victims.models import Linear, layer_inputs, one_class_each, parts
 
 _PROBES = 16
 _PROBE_TOKENS = 12
@@ -136,10 +136,9 @@ class LabelRecovery:
     def __call__(self, seen: Observation, *, rng: Generator, budget: Budget) -> Reconstruction:
         if seen.task == "causal":
             raise NotApplicable("a causal model's labels are its own tokens")
-        kind = getattr(seen.model.config, "problem_type", None)
         head = _last_linear(seen.model) if seen.task == "vision" else parts(seen.model).head
-        if head is None or kind in ("regression", "multi_label_classification"):
-            raise NotApplicable(f"expected a single-label classification head, found {kind or 'no head'}")
+        if head is None or not one_class_each(seen.model):
+            raise NotApplicable("the model has no single-label classification head of two classes or more")
         vocabulary = seen.vocabulary if Grant.BASE_MODEL in seen else None
         probe = _probe_images(seen.model, head, rng) if seen.task == "vision" else None
         expected, typical = probe or _probe(seen.model, head, rng, vocabulary)

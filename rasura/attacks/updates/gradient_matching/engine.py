@@ -12,7 +12,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from rasura.attacks.shared.labelings import one_class_each
 from rasura.attacks.shared.verify import prove, verified
 from rasura.attacks.updates.gradient_matching.discrete import TokenSearch
 from rasura.attacks.updates.gradient_matching.factors import Factoriser
@@ -26,7 +25,7 @@ from rasura.core.so_far import tell
 from rasura.core.values import UNKNOWN as OVER
 from rasura.core.values import Grant, Observation, Parameter, Reconstruction
 from rasura.priors import language
-from rasura.victims.models import is_eager, parts
+from rasura.victims.models import is_eager, one_class_each, parts
 from rasura.victims.positions import check_takes_embeddings
 
 TOLD = 5

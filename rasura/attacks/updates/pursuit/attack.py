@@ -16,7 +16,6 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from rasura.attacks.shared.labelings import one_class_each
 from rasura.attacks.shared.verify import prove, verified
 from rasura.attacks.updates.pursuit.fits import Fit, Signs, Squares
 from rasura.attacks.updates.pursuit.polish import Polish, Texts
@@ -26,7 +25,7 @@ from rasura.core.interfaces import AttackFailed, Budget, NotApplicable
 from rasura.core.specs import AttackSpec
 from rasura.core.updates import announced_update
 from rasura.core.values import Grant, Observation, Reconstruction
-from rasura.victims.models import is_eager, parts
+from rasura.victims.models import is_eager, one_class_each, parts
 
 
 @dataclass(frozen=True)
