@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -92,10 +93,11 @@ def lacking(attack: Adversary, seen: Granted, threat: str) -> Outcome[Any] | Non
 def peak_mb() -> float:
     """The peak memory of this process so far, in MiB.
 
-    On Linux as /proc counts it: getrusage begins with the peak of the program that started this one.
+    On Linux as /proc counts it: getrusage begins with the peak of the program that started this one. Elsewhere as getrusage
+    counts it, on macOS in bytes.
     """
     if STATUS.exists():
         peaks = (line.split() for line in STATUS.read_text(encoding="utf-8").splitlines())
         if found := next((int(words[1]) for words in peaks if words[:1] == ["VmHWM:"]), None):
             return found / 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
