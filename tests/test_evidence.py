@@ -30,6 +30,7 @@ from rasura.report.protections import plot, protection_rows
 from rasura.report.verdicts import NOT_MEASURED
 from rasura.runs.audit import audit
 from rasura.runs.plans import Plan
+from rasura.runs.service_plan import ServicePlan
 
 __all__ = ["model_folder"]
 
@@ -89,7 +90,7 @@ def test_the_next_command_is_told_all_of_the_plan_that_it_takes(verb: str, told:
 def test_what_a_command_leaves_out_is_the_default() -> None:
     usual, names = Plan().canonical(), {f.name for f in fields(Plan)}
     assert {name: usual.get(name, value) for name, value in USUAL.items()} == dict(USUAL)
-    assert set(OPTIONS) <= names
+    assert set(OPTIONS) <= names | {f.name for f in fields(ServicePlan)}
     options = {o for p in typer.main.get_command(app).commands["audit"].params for o in p.opts}  # type: ignore[attr-defined]
     assert {f"--{option}" for option in OPTIONS.values()} <= options
 

@@ -12,7 +12,9 @@ import pytest
 from audit_setting import TEXTS, model_folder
 from scipy.stats import binom
 from study_setting import notes, study_folder
+from typer.testing import CliRunner
 
+from rasura.cli import app
 from rasura.core.errors import InputError
 from rasura.core.run_store import RunStore
 from rasura.metrics.intervals import crossed_interval, mean_interval
@@ -143,6 +145,21 @@ def test_the_same_texts_are_read_behind_each_key(tmp_path: Path, model_folder: P
     assert keyed_text([rows[0], []], "top1") == "–"  # read behind one key only
     with pytest.raises(InputError, match="key is -1"):
         replace(plan, key=-1).checked()
+    both = ServiceAudit(replace(plan, keys=2))
+    store = RunStore(tmp_path / "both", both.identity)
+    run = both.run(store)
+    first = [next(run), next(run)]  # ended behind the first key
+    found = [*first, *both.run(store)]
+    store.close()
+    assert [(r.defense, r.seed) for r in found] == [("none", 0), ("obfuslm:k=4", 0), ("obfuslm:k=4", 1)]
+    assert [r.scores["top1"]["per_record"] for r in found[1:]] == rows, "as two audits with the same keys"
+    with pytest.raises(InputError, match="keys is 0"):
+        replace(plan, keys=0).checked()
+
+
+def test_an_audit_of_updates_has_no_keys(tmp_path: Path) -> None:
+    found = CliRunner().invoke(app, ["audit", "--text", "a b", "--keys", "2", "--out", str(tmp_path / "run")])
+    assert isinstance(found.exception, InputError) and "--keys needs --service" in str(found.exception)
 
 
 def test_keys_of_a_study_are_those_of_a_service_alone(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from rasura.core.values import Message, Transcript
 from rasura.metrics.labels import label_hits
 from rasura.report.findings import findings, summarise
 from rasura.report.page import write_report
-from rasura.report.readings import gave_up
+from rasura.report.scores import gave_up
 from rasura.report.terminal import summary
 from rasura.report.verdicts import NOT_MEASURED
 from rasura.runs.audit import audit

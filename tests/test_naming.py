@@ -14,7 +14,7 @@ import rasura
 from rasura.core.records import Record
 from rasura.core.values import Grant, Reconstruction
 from rasura.report.findings import findings
-from rasura.report.readings import NAMED, NAMED_BLIND
+from rasura.report.scores import NAMED, NAMED_BLIND
 from rasura.report.verdicts import ABOVE, NOT_MEASURED, NOT_TOLD, READS
 from rasura.testing.tiny import tiny, tokenizer_folder
 

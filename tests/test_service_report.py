@@ -21,10 +21,14 @@ from rasura.core.interfaces import Budget, InputError, NotApplicable
 from rasura.core.rng import generator
 from rasura.core.run_store import RunStore
 from rasura.core.threat import observe_service
+from rasura.metrics.intervals import crossed_interval
 from rasura.registry.services import parse_service_protection
+from rasura.report.commands import next_step
 from rasura.report.findings import summary_of
-from rasura.report.gate import gate
+from rasura.report.gate import gate, outcomes
 from rasura.report.page import render
+from rasura.report.pooled import interval
+from rasura.report.readings import reading
 from rasura.report.sentence import RISK
 from rasura.report.services import ANSWERS, measures, service_findings
 from rasura.report.terminal import summary
@@ -70,6 +74,11 @@ SEEN = [
 STOPPED = [*SEEN, *(record(a, HIDDEN, GUESS) for a in ("knn", "decipherment", "invbert"))]
 
 
+def keyed(rows: list[dict[str, Any]], keys: int = MANY) -> list[dict[str, Any]]:
+    """``rows``, in which the protection was read behind so many keys, each time the same."""
+    return [{**r, "seed": key} for r in rows for key in range(keys if r["defense"] == HIDDEN else 1)]
+
+
 def word(rows: list[dict[str, Any]]) -> str:
     return service_findings(rows, PLAN).verdicts[HIDDEN].word
 
@@ -91,9 +100,50 @@ def test_a_verdict_says_that_it_is_of_one_key_and_so_does_what_is_recommended() 
         found = service_findings(rows, PLAN)
         assert found.verdicts[HIDDEN].says.endswith(key) and found.verdicts[HIDDEN].to_dict()["says"].endswith(key)
         assert key not in found.verdicts["none"].says, "without a protection there is no key"
-    held = service_findings(STOPPED, PLAN)
-    assert held.verdicts[HIDDEN].holds and f"{key}. This result is empirical" in held.recommendation
+    assert not service_findings(STOPPED, PLAN).verdicts[HIDDEN].holds, "the next key may be read"
+    assert "which takes 39" in service_findings(STOPPED, PLAN).verdicts[HIDDEN].says
     assert key not in service_findings(STOPPED[:-1], PLAN).verdicts[HIDDEN].says, "nothing was said for any key"
+
+
+def test_a_protection_holds_behind_many_keys_alone() -> None:
+    held = service_findings(keyed(STOPPED), PLAN)
+    assert held.verdicts[HIDDEN].holds and "behind 60 keys. This result is empirical" in held.recommendation
+    few = service_findings(keyed(STOPPED, 5), PLAN).verdicts[HIDDEN]
+    assert (few.word, few.holds, few.keys) == (NOT_TOLD, False, 5)
+    assert few.says.endswith("; too few keys to conclude that it holds, which takes 39), behind 5 keys")
+    step = next_step(few, held, PLAN, STOPPED, {})
+    assert step.says.startswith("Measure at least 39 notes, behind as many keys.")
+    assert step.command.endswith("--limit 60 --seed 0 --budget quick --out runs/next --keys 39")
+
+
+def test_the_interval_is_over_keys_and_texts() -> None:
+    """One key in three is read whole. An interval over the texts alone would end where the mean of these three does."""
+    rows = [*SEEN, *(record("knn", HIDDEN, float(key == 2), seed=key) for key in range(3))]
+    found = service_findings(rows, PLAN)
+    values = [[float(key == 2)] * MANY for key in range(3)]
+    level = found.best[HIDDEN].level
+    assert level is not None and (level.mean, level.low, level.high) == crossed_interval(values) and level.n == MANY
+    assert level.high > 0.9 > interval([1 / 3] * MANY)[2]
+    assert found.verdicts[HIDDEN].word == READS, "texts came back whole behind a key"
+    assert [m.figures[-1][0] for m in measures(rows, found) if m.defense == HIDDEN] == [level]
+
+
+def test_a_key_behind_which_an_attack_crashed_leaves_the_verdict_open() -> None:
+    rows = [
+        {**r, "status": "crashed", "scores": {}} if (r["attack"], r["seed"]) == ("knn", 7) else r for r in keyed(STOPPED)
+    ]
+    found = service_findings(rows, PLAN).verdicts[HIDDEN]
+    assert found.word == NOT_MEASURED and not found.holds and gate({HIDDEN: found}, 0.9).exit == 4
+
+
+def test_a_text_without_a_value_behind_one_key_counts_behind_none() -> None:
+    """It is read whole behind the others: left out behind one, it would lower the mean."""
+    values = [1.0, *[0.0] * (MANY - 1)]
+    rows = [record("knn", HIDDEN, 0.0, seed=key) for key in range(3)]
+    for row, scored in zip(rows, (values, values, [None, *values[1:]])):
+        row["scores"] = {RISK: {"per_record": scored}}
+    found = reading("knn", rows, {}, RISK)
+    assert found.level is not None and found.level.mean == 0 and found.whole == {0} and found.excess < 1
 
 
 FEW = 8
@@ -110,8 +160,8 @@ def with_unknown(rows: list[dict[str, Any]], metric: str = RISK) -> list[dict[st
 
 
 def test_texts_without_a_known_word_do_not_make_a_protection_hold() -> None:
-    assert service_findings(STOPPED, PLAN).verdicts[HIDDEN].holds
-    rows = with_unknown(STOPPED)
+    assert service_findings(keyed(STOPPED), PLAN).verdicts[HIDDEN].holds
+    rows = with_unknown(keyed(STOPPED))
     found = service_findings(rows, PLAN)
     verdict = found.verdicts[HIDDEN]
     assert (verdict.word, verdict.n, verdict.holds) == (NOT_TOLD, FEW, False) and "too few to conclude" in verdict.says
@@ -125,7 +175,9 @@ def test_texts_without_a_known_word_do_not_make_a_protection_hold() -> None:
 
 def test_answers_without_a_known_word_do_not_count_and_are_told() -> None:
     more = {ANSWERS: {"per_record": [GUESS] * MANY}}
-    rows = [{**r, "scores": r["scores"] and {**r["scores"], **more}, "blind": {**r["blind"], **more}} for r in STOPPED]
+    rows = [
+        {**r, "scores": r["scores"] and {**r["scores"], **more}, "blind": {**r["blind"], **more}} for r in keyed(STOPPED)
+    ]
     hidden = [r for r in rows if r["defense"] == HIDDEN]
     works = {ANSWERS: {"per_record": [1.0] * MANY}}
     plain = [{**r, "scores": r["scores"] and {**r["scores"], **works}} for r in rows if r["defense"] == "none"]
@@ -171,7 +223,12 @@ def test_of_a_model_that_generates_the_worse_of_prompts_and_answers_counts() -> 
 
 def test_the_gate_judges_a_service() -> None:
     assert texts_needed(0.2) <= MANY
-    assert gate(service_findings(STOPPED, PLAN).verdicts, 0.4).exit == 0
+    held = service_findings(keyed(STOPPED), PLAN).verdicts
+    assert gate(held, 0.4).exit == 0 and "is read, on average over 60 keys, within" in outcomes(held, 0.4)[HIDDEN][1]
+    one = gate(service_findings(STOPPED, PLAN).verdicts, 0.4)
+    assert one.exit == 4 and one.says[0].endswith("one key says nothing of another; at least 8 are needed (--keys)")
+    few = gate(service_findings(keyed(STOPPED, 5), PLAN).verdicts, 0.4)
+    assert few.exit == 4 and "5 keys do not rule out a risk of up to" in few.says[0]
     assert gate(service_findings([*STOPPED, record("ednn", HIDDEN, 0.5)], PLAN).verdicts, 0.4).exit == 3
     assert gate(service_findings(STOPPED[:-1], PLAN).verdicts, 0.4).exit == 4
 

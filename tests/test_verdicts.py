@@ -23,7 +23,8 @@ from rasura.report.findings import findings, summarise
 from rasura.report.gate import NOT_JUDGED, gate
 from rasura.report.missing import HOLDS_WITHIN
 from rasura.report.pooled import Level, pooled
-from rasura.report.readings import NAMED, gave_up, notes_of, reading, scored
+from rasura.report.readings import reading
+from rasura.report.scores import NAMED, gave_up, notes_of, scored
 from rasura.report.verdicts import (
     ABOVE,
     NOT_MEASURED,

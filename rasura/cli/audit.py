@@ -51,7 +51,9 @@ BatchSizes = Annotated[str | None, typer.Option(help="examples per update, separ
 Clients = Annotated[str | None, typer.Option(help="audit the sum of so many clients, one example each: 1,2,4,8")]
 ShowText = Annotated[bool, typer.Option("--show-text", help="store and show texts or images unmasked")]
 Texts = Annotated[list[str] | None, typer.Option(help="a text to audit (repeatable), instead of FILE")]
-Service = Annotated[bool, typer.Option("--service", help="audit the data sent to a model service instead of updates")]
+Service = Annotated[
+    bool, typer.Option("--service", help="audit a model service: its operator reads the data sent, by service-attacks")
+]
 Kinds = Annotated[str | None, typer.Option(help="kinds of update, separated by commas; see: rasura list update-kinds")]
 
 
@@ -73,6 +75,7 @@ def audit(
     limit: Limit = None,
     seeds: Annotated[int | None, typer.Option(help="number of repetitions, each with its own seed")] = None,
     seed: Annotated[int | None, typer.Option(help="first seed")] = None,
+    keys: Annotated[int | None, typer.Option(help="number of keys of a model service")] = None,
     budget: Annotated[str | None, typer.Option(help="effort per attack: quick, default or paper")] = None,
     max_memory: Annotated[int | None, typer.Option(help="memory limit of an attack in MiB")] = None,
     entries: Entries = None,
@@ -101,7 +104,6 @@ def audit(
     """Measure what attacks recover from the updates of your examples, under each protection.
 
     --fail-above judges every protection, and the baseline none only if no protection was tested (exit codes: docs/ci.md).
-    With --service, the operator of a model service is the adversary. It takes service-protections and service-attacks.
 
     Example: rasura audit notes.jsonl --attack span,best --defense none,dropout:0.1 --limit 8
     """
@@ -111,7 +113,7 @@ def audit(
         entries=entries, model=model, task=task, attacks=split(attack), defenses=split(defense), updates=split(update),
         threats=split(threat), batch_sizes=numbers(batch_size, "batch-size"), limit=limit, seeds=seeds, seed=seed,
         budget=budget, num_labels=num_labels, max_memory=max_memory, truncate=truncate or None, show_text=show_text or None,
-        max_length=max_length, text_column=text_column, pair_column=pair_column, label_column=label_column,
+        max_length=max_length, keys=keys, text_column=text_column, pair_column=pair_column, label_column=label_column,
     ))  # fmt: skip
     if service:
         return run_service_audit(service_planned(config, given | _beside(suite, engine, device, workers)), folder, ending)
@@ -144,8 +146,6 @@ def _given(**options: Any) -> dict[str, Any]:
 
 def _planned(config: Path | None, suite: str | None, given: dict[str, Any]) -> Any:
     """The plan from a file and a suite, where named, with the options ``given`` on the command line."""
-    from dataclasses import replace
-
     from rasura.core.options import known
     from rasura.runs.plans import SUITES, Plan, from_toml
 
@@ -154,6 +154,8 @@ def _planned(config: Path | None, suite: str | None, given: dict[str, Any]) -> A
     if suite:
         attacks, defenses = SUITES[known("suite", suite, SUITES)]
         plan = replace(plan, attacks=attacks, defenses=defenses)
+    if "keys" in given:
+        raise InputError("--keys needs --service: an audit of updates has seeds; remove it, or pass --seeds")
     if {"data", "texts"} <= given.keys():
         raise InputError("FILE and --text were both given; pass one of them")
     if "texts" in given:

@@ -38,7 +38,7 @@ PANELS: Mapping[str, tuple[str, ...]] = {
         "parameters", "version",
     ),
     "Statement": ("unit", "per"),
-    "Run": ("seeds", "seed", "device", "engine", "address", "workers", "cells"),
+    "Run": ("seeds", "seed", "keys", "device", "engine", "address", "workers", "cells"),
     "Output": ("folder", "fail_above", "junit", "sarif", "mlflow", "wandb", "show_text", "results", "dpia",
         "report_language", "as_json"),
 }  # fmt: skip
@@ -84,7 +84,7 @@ UNSET_IN: Mapping[str, Mapping[str, str]] = {
         "model": "minilm; for images lenet", "attack": "blind, embedding-rows, span, best",
         "defense": "none, frozen-embeddings+dropout:0.1, frozen-blocks:1, pruning:0.9, gaussian:0.001", "update": "fedsgd",
         "threat": "honest-server", "batch_size": "1", "limit": "4, or all of --text; with --service 64", "seeds": "1",
-        "seed": "0", "budget": "default; with --service quick", "max_memory": "4096",
+        "seed": "0", "keys": "1", "budget": "default; with --service quick", "max_memory": "4096",
     },
     "read": {"batch_size": "estimated", "how": "a gradient, or one step", "updates": "those of --watch"},
     "calibrate": {

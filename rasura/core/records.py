@@ -32,6 +32,9 @@ Adversaries = Mapping[str, Any]
 CLIENT = "client"
 """Stored in place of an attack: what the client of a model service itself reads from the model's output."""
 
+OPERATOR = "service-operator"
+"""The threat model of a model service. Under it the seed of a Record is the number of the service's key."""
+
 ACTIVE_THREATS = frozenset({"malicious-server"})
 """Threat models whose server may send crafted weights: the names of those of ``rasura.core.threat`` that are ``active``."""
 

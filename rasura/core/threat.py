@@ -13,6 +13,7 @@ from torch import nn
 from rasura.core.answers import Answers, ModelObservation, ServiceObservation, ServiceTranscript, ShadowModel
 from rasura.core.batches import Batch
 from rasura.core.interfaces import ModelService, NotApplicable
+from rasura.core.records import OPERATOR
 from rasura.core.rng import Randomness, secret_generator
 from rasura.core.values import UNKNOWN, Grant, Mechanism, Message, Observation, Task, Transcript, Vocabulary
 
@@ -86,7 +87,7 @@ MODEL_USER = ThreatModel(
 """The adversary of membership inference. It can query the trained model but sees no update of its training."""
 
 SERVICE_OPERATOR = ThreatModel(
-    "service-operator",
+    OPERATOR,
     frozenset({Grant.MODEL, Grant.BASE_MODEL, Grant.REFERENCE_TEXT, Grant.MECHANISM}),
     "the operator of a model service, who follows the protocol but inspects the data (honest-but-curious). The "
     "operator sees the uploaded model and everything that clients send, and knows the public model, the "

@@ -18,7 +18,7 @@ from rasura.report.verdicts import ABOVE, READS, Verdict, plain, texts_needed
 OPTIONS = {
     "reference": "reference", "language_model": "language-model", "entries": "entries", "model": "model", "task": "task",
     "attacks": "attack", "defenses": "defense", "updates": "update", "threats": "threat", "batch_sizes": "batch-size",
-    "limit": "limit", "seeds": "seeds", "seed": "seed", "budget": "budget", "num_labels": "num-labels",
+    "limit": "limit", "keys": "keys", "seeds": "seeds", "seed": "seed", "budget": "budget", "num_labels": "num-labels",
     "truncate": "truncate", "max_length": "max-length", "text_column": "text-column", "pair_column": "pair-column",
     "label_column": "label-column",
 }  # fmt: skip
@@ -95,9 +95,15 @@ def _step(
     if v.missing:
         return _measure(v, plan, records)
     if not v.holds:
-        wanted = max(texts_needed(HOLDS_WITHIN), 2 * v.n if v.n >= texts_needed(HOLDS_WITHIN) else 0)
-        says = tell("Measure at least {count} {many}.", count=wanted, many=recorded(v.many)) + _own_file(plan)
-        return Step(says, command("audit", _named(plan), defenses=[v.defense], limit=wanted, out="runs/next"))
+        n = min(v.n, v.keys or v.n)
+        wanted = max(texts_needed(HOLDS_WITHIN), 2 * n if n >= texts_needed(HOLDS_WITHIN) else 0)
+        many = recorded(v.many)
+        keys: dict[str, Any] = {"keys": wanted} if v.keys else {}
+        says = tell("Measure at least {count} {many}.", count=wanted, many=many)
+        if keys:
+            says = tell("Measure at least {count} {many}, behind as many keys.", count=wanted, many=many)
+        made = command("audit", _named(plan), defenses=[v.defense], limit=max(wanted, v.n), out="runs/next", **keys)
+        return Step(says + _own_file(plan), made)
     if plan.get("task") == "vision":
         return Step(
             tell("Measure what it costs in accuracy in your own training. No command of this version trains on images.")

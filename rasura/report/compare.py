@@ -14,7 +14,8 @@ from rasura.report.findings import column_of
 from rasura.report.gate import ABOVE_LIMIT, NOT_JUDGED, PASSED
 from rasura.report.head import Made
 from rasura.report.matrix import Findings
-from rasura.report.readings import BLIND, Reading, Record, about_texts, cells_of, reading, setting_of
+from rasura.report.readings import Reading, reading
+from rasura.report.scores import BLIND, Record, about_texts, cells_of, setting_of
 from rasura.report.verdicts import WORDS, Verdict
 
 CHANGED, NOISE, UNKNOWN, SAME = "changed", "not told from noise", "not comparable", "the same"
@@ -190,6 +191,8 @@ def _incomparable(first: Reading | None, second: Reading | None, paired: bool) -
         if not one.complete:
             return f"{name} run: {one.how_it_ended}"
     assert first is not None and second is not None
+    if set(first.keys) != set(second.keys):
+        return "read behind other keys, which differ in what is read"
     if paired and set(first.read) != set(second.read):
         return "some texts were measured in one run only"
     if min(len(first.read), len(second.read)) < enough(paired):

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from rasura.core.records import CUT
 from rasura.report.language import tell
-from rasura.report.readings import Record, notes_of
+from rasura.report.scores import Record, notes_of
 
 OF_WHAT_IS_LEFT = "All figures are for what was left of them."
 

@@ -7,13 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rasura.report.matrix import Entry
-from rasura.report.readings import (
+from rasura.report.readings import reading
+from rasura.report.scores import (
     Setting,
     gave_up,
     guessing,
     names_labels_alone,
     notes_of,
-    reading,
     scored,
     setting_of,
     without_a_figure,

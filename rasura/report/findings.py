@@ -13,7 +13,7 @@ from rasura.report.gate import judged
 from rasura.report.labels import label_readings
 from rasura.report.language import tell
 from rasura.report.matrix import IMAGES, TEXTS, Entry, Findings, Price
-from rasura.report.readings import BLIND, gave_up, guessing, notes_of, of_labels, setting_of, without_a_figure
+from rasura.report.scores import BLIND, gave_up, guessing, notes_of, of_labels, setting_of, without_a_figure
 from rasura.report.sentence import HEADLINE, headline, sentence
 from rasura.report.verdicts import ABOVE, NOT_MEASURED, NOT_TOLD, READS, Verdict, plain, unsaid, verdict
 

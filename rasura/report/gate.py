@@ -59,7 +59,7 @@ def outcomes(verdicts: Mapping[str, Verdict], limit: float) -> dict[str, tuple[i
             found[name] = NOT_JUDGED, f"{name}: not judged against {share}: {_why(v, limit)}"
         else:
             most_read = above(100 * (1.0 if v.upper is None else v.upper))
-            found[name] = PASSED, f"{name}: at most {most_read} % is read, within {share}{_cut(v)}"
+            found[name] = PASSED, f"{name}: at most {most_read} % is read{_behind(v)}, within {share}{_cut(v)}"
     return found
 
 
@@ -94,13 +94,20 @@ def _cut(v: Verdict) -> str:
     return f"; {v.cut}" if v.cut else ""
 
 
+def _behind(v: Verdict) -> str:
+    return f", on average over {v.keys} keys" if v.keys else ""
+
+
 def _why(v: Verdict, limit: float) -> str:
     if v.missing or v.upper is None or v.risk is None:
         return unmeasured(v.missing or ("no attack gave a result",))
     if _guess(v) >= limit:
         return f"guessing alone scores {percent(_guess(v)):.0f} %, so no protection can pass"
     likely = need = texts_needed(limit)
-    if v.risk < limit:  # an interval narrows with the root of the number of examples
-        likely = max(need, math.ceil(v.n * ((v.upper - v.risk) / (limit - v.risk)) ** 2))
-    told = f"{v.n} {v.many} do not rule out a risk of up to {above(100 * v.upper, 3)} %"
+    n, many = (v.n, v.many) if not v.keys or v.n < v.keys else (v.keys, "keys")
+    if n == v.keys == 1:
+        return f"one key says nothing of another; at least {need} are needed (--keys)"
+    if v.risk < limit:  # an interval narrows with the root of the number of examples, or keys
+        likely = max(need, math.ceil(n * ((v.upper - v.risk) / (limit - v.risk)) ** 2))
+    told = f"{n} {many} do not rule out a risk of up to {above(100 * v.upper, 3)} %"
     return f"{told}; at least {need} are needed, and roughly {likely} for scores like these"

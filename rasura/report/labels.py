@@ -10,7 +10,7 @@ from typing import Any
 from rasura.core.records import LABELS
 from rasura.core.rounding import percent
 from rasura.report.language import tell
-from rasura.report.readings import Record, Setting, setting_of
+from rasura.report.scores import Record, Setting, setting_of
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from rasura.report.readings import Record, about_texts, cells_of, gave_up, guessing, reading, without_a_figure
+from rasura.report.readings import reading
+from rasura.report.scores import Record, about_texts, cells_of, gave_up, guessing, without_a_figure
 from rasura.report.verdicts import READS, Verdict, texts_needed, unmeasured, verdict
 
 

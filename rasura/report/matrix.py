@@ -10,7 +10,7 @@ from rasura.core.rounding import percent
 from rasura.report.labels import LabelReading
 from rasura.report.language import recorded
 from rasura.report.pooled import Level
-from rasura.report.readings import Setting
+from rasura.report.scores import Setting
 from rasura.report.verdicts import Verdict
 
 ACCUMULATE = "frozen-embeddings+accumulate:1.0d, which waits for as many different tokens as the model is wide"

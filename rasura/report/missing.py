@@ -9,7 +9,8 @@ from typing import Any
 from rasura.core.errors import UNSENT
 from rasura.core.records import ACTIVE_THREATS
 from rasura.report.language import recorded, tell
-from rasura.report.readings import BLIND, PORTFOLIO, Reading, Record, Setting, cells_of, readings
+from rasura.report.readings import PORTFOLIO, Reading, readings
+from rasura.report.scores import BLIND, Record, Setting, cells_of
 
 AGAINST = "against an adversary who knows it"
 

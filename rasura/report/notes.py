@@ -10,7 +10,7 @@ from rasura.core.records import CLIENT, LABELS, MASK
 from rasura.report.findings import column_of
 from rasura.report.language import recorded, tell
 from rasura.report.matrix import Findings
-from rasura.report.readings import BLIND, Record, gave_up, names_labels_alone, notes_of, scored
+from rasura.report.scores import BLIND, Record, gave_up, names_labels_alone, notes_of, scored
 
 Word = tuple[str, bool, bool]
 """A word, whether it came back, and whether it is sensitive."""

@@ -24,7 +24,7 @@ from rasura.report.membership import membership_findings, render_membership
 from rasura.report.notes import attempts, masked, notes_in
 from rasura.report.pooled import Level
 from rasura.report.protections import plot, protection_rows
-from rasura.report.readings import setting_of
+from rasura.report.scores import setting_of
 from rasura.report.sentence import where
 from rasura.report.services import MEASURES, continued, measures, service_findings
 from rasura.report.sums import conclusion, curve, sum_rows

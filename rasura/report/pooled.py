@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from rasura.core.rounding import percent, percent_above, percent_below
-from rasura.metrics.intervals import mean_or_interval
+from rasura.metrics.intervals import crossed_interval, mean_or_interval
 from rasura.report.language import tell
 
 
@@ -34,6 +34,12 @@ _kept = lru_cache(maxsize=4096)(mean_or_interval)
 def interval(values: Iterable[float], bounds: tuple[float, float] | None = (0.0, 1.0)) -> tuple[float, float, float]:
     """``mean_or_interval`` of values within ``bounds``. Kept, since a report asks for the same several times."""
     return _kept(tuple(sorted(values)), bounds)
+
+
+@lru_cache(maxsize=4096)
+def crossed(values: tuple[tuple[float, ...], ...], bounds: tuple[float, float]) -> tuple[float, float, float]:
+    """``crossed_interval`` of values within ``bounds``, a row for each key. Kept, as those of ``interval``."""
+    return crossed_interval(values, low=bounds[0], high=bounds[1])
 
 
 def share(value: float) -> float:

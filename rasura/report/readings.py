@@ -6,25 +6,17 @@ images in it: one that comes twice, or with several seeds, counts once, with the
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
-from rasura.core.errors import InputError
-from rasura.core.records import LABELS
+from rasura.core.records import OPERATOR
 from rasura.report.language import tell
-from rasura.report.pooled import Level, interval, pooled, share
+from rasura.report.pooled import Level, crossed, interval, pooled
+from rasura.report.scores import BLIND, Cell, Record, gave_up, named_in_batch, notes_of, scored, shares_of
 
-Record = Mapping[str, Any]
-Cell = tuple[int, int]
-"""Seed and batch: what names one sent update within a column."""
-
-Setting = tuple[str, int]
-"""Threat model and batch size."""
-
-BLIND = "blind"
 PORTFOLIO = "best"
 """The attack that runs others and keeps one guess; what it ran stands in ``details["ran"]``, the winner in ``attack``."""
 
@@ -38,100 +30,6 @@ OWN = 0.5
 """Below this share of own tokens in its guess, the words of an example are not told from those of others; below this share
 of tokens of the whole batch, nothing was read: who names every word names the right ones, too."""
 
-NAMED, NAMED_BLIND = "in_batch", "blind_in_batch"
-"""In the details of a record: for each example, the share of the tokens in the guess at it that stand anywhere in the batch;
-the same of guessing."""
-
-
-def notes_of(record: Record) -> tuple[int, ...]:
-    """The numbers of the examples in the record's update: the same text has the same number.
-
-    Raises ``InputError`` for a record that does not say, since nothing could be counted.
-    """
-    if "examples" not in record:
-        raise InputError(
-            "this run was made by an older version, which did not store the examples of each update; run the audit again"
-        )
-    return tuple(record["examples"])
-
-
-def setting_of(record: Record) -> Setting:
-    """The threat model and the batch size of a record: no figure is of several together."""
-    return record["threat"], record["batch_size"]
-
-
-def gave_up(record: Record) -> bool:
-    """Whether the attack looked and guessed nothing, no text and no label: it says so, or its guess is empty. A crash is
-    neither."""
-    return record["status"] == "failed" or (record["status"] == "ok" and not record["scores"])
-
-
-def names_labels_alone(record: Record) -> bool:
-    """Whether the attack named labels of this update, and no text."""
-    return record["status"] == "ok" and set(record["scores"]) == {LABELS}
-
-
-def of_labels(records: Iterable[Record]) -> frozenset[str]:
-    """The attacks that name labels, and never a text. Nothing that is said of texts rests on them."""
-    records = list(records)
-    texts = {r["attack"] for r in records if set(r["scores"]) - {LABELS}}
-    return frozenset({r["attack"] for r in records if names_labels_alone(r)} - texts)
-
-
-def about_texts(records: Iterable[Record], every: Iterable[Record]) -> list[Record]:
-    """``records``, in which the attacks that name labels alone, by ``every`` record of the run, are guessing: that is what
-    they say of a text."""
-    silent = of_labels(every)
-    return [{**r, "attack": BLIND, "status": "ok", "scores": {}} if r["attack"] in silent else r for r in records]
-
-
-def _values(scores: Mapping[str, Any], metric: str, n: int) -> list[float | None]:
-    found: Sequence[Any] = scores.get(metric, {}).get("per_record", [])
-    if len(found) != n:
-        return [None] * n
-    return [None if v is None or v != v else share(float(v)) for v in found]
-
-
-def scored(record: Record, metric: str) -> list[tuple[int, float, float]]:
-    """For each example that was measured: its number, what the attack scored, and what guessing scored.
-
-    An attack that gave up has the score of guessing, which is what that adversary would do. One that crashed, does not
-    apply, or has no value of ``metric`` is not measured.
-    """
-    notes = notes_of(record)
-    guesses = _values(record["blind"], metric, len(notes))
-    if gave_up(record):
-        found = guesses
-    elif record["status"] == "ok":
-        found = _values(record["scores"], metric, len(notes))
-    else:
-        return []
-    return [(n, v, g) for n, v, g in zip(notes, found, guesses) if v is not None and g is not None]
-
-
-def without_a_figure(records: Iterable[Record], metric: str) -> frozenset[int]:
-    """The examples that cannot be scored, such as a text of which the tokenizer knows no word: neither guessing, which was
-    scored, nor any attack has a value of ``metric`` there."""
-    blank: set[int] = set()
-    valued: set[int] = set()
-    for r in records:
-        notes = notes_of(r)
-        for side in ("blind", "scores"):
-            found = _values(r[side], metric, len(notes))
-            valued.update(n for n, v in zip(notes, found) if v is not None)
-            if side == "blind" and len(r[side].get(metric, {}).get("per_record", [])) == len(notes):
-                blank.update(n for n, v in zip(notes, found) if v is None)
-    return frozenset(blank - valued)
-
-
-def cells_of(records: Iterable[Record], metric: str) -> dict[Cell, tuple[int, ...]]:
-    """The updates of a column, each with the examples in it that can be scored; without those of which none can."""
-    records = list(records)
-    left_out = without_a_figure(records, metric)
-    cells = {(r["seed"], r["batch"]): notes_of(r) for r in records}
-    kept = {cell: tuple(n for n in notes if n not in left_out) for cell, notes in cells.items()}
-    return {cell: notes for cell, notes in kept.items() if notes or not cells[cell]}
-
 
 @dataclass(frozen=True)
 class Reading:
@@ -142,7 +40,8 @@ class Reading:
     tokens were verified, though not nearly all of their words are known to the tokenizer. ``sure``: those read clearly above
     guessing by a guess that is at least ``span``. ``ended``: updates of which every example was measured. ``ended_as``:
     status -> examples. ``named``, ``named_blind``: example -> the known shares of tokens in the guess, and in guessing's,
-    that stand anywhere in the batch.
+    that stand anywhere in the batch. ``keys``: of a protection of a service, the number of each key -> what ``read`` and
+    ``guessed`` say behind it.
     """
 
     attack: str
@@ -158,11 +57,27 @@ class Reading:
     ended_as: Mapping[str, int]
     named: Mapping[int, float] = field(default_factory=dict)
     named_blind: Mapping[int, float] = field(default_factory=dict)
+    keys: Mapping[int, Mapping[int, tuple[float, float]]] = field(default_factory=dict)
 
     @cached_property
     def level(self) -> Level | None:
         """What was read on average."""
-        return pooled(self.read.values())
+        if len(self.keys) < 2 or not self.read:
+            return pooled(self.read.values())
+        found = self._over(lambda read, _: read)
+        return None if found[0] != found[0] else Level(*found, max(self.read.values()), len(self.read))
+
+    def _over(
+        self, worth: Callable[[float, float], float], bounds: tuple[float, float] = (0.0, 1.0)
+    ) -> tuple[float, float, float]:
+        """The mean of ``worth`` of what was read and guessed, with its interval: over the examples, or over these and the
+        keys where there are several."""
+        if len(self.keys) < 2:
+            return interval((worth(self.read[n], self.guessed[n]) for n in sorted(self.read)), bounds)
+        rows = (
+            tuple(worth(*behind[n]) if n in behind else math.nan for n in sorted(self.read)) for behind in self.keys.values()
+        )
+        return crossed(tuple(rows), bounds)
 
     @cached_property
     def gains(self) -> tuple[float, ...]:
@@ -172,12 +87,13 @@ class Reading:
     @cached_property
     def above(self) -> bool:
         """Whether the mean gain is above 0 by its interval."""
-        return interval(self.gains, (-1.0, 1.0))[1] > 0
+        return self._over(lambda read, guess: read - guess, (-1.0, 1.0))[1] > 0
 
     @cached_property
     def excess(self) -> float:
         """The upper end of what is read above guessing, where it is above; 1 where nothing was measured."""
-        return interval(max(0.0, g) for g in self.gains)[2] if self.gains else 1.0
+        found = self._over(lambda read, guess: max(0.0, read - guess))[2] if self.gains else 1.0
+        return 1.0 if found != found else found
 
     @cached_property
     def precise(self) -> bool:
@@ -229,6 +145,7 @@ def reading(attack: str, records: Iterable[Record], cells: Mapping[Cell, tuple[i
     ended: set[Cell] = set()
     statuses: dict[str, set[int]] = defaultdict(set)
     named, blind = defaultdict[int, list[float]](list), defaultdict[int, list[float]](list)
+    keys: dict[int, dict[int, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
     for r in records:
         notes, found, cell = notes_of(r), scored(r, metric), (r["seed"], r["batch"])
         due = cells.get(cell, ())
@@ -236,10 +153,12 @@ def reading(attack: str, records: Iterable[Record], cells: Mapping[Cell, tuple[i
         if due and len(found) == len(due):
             ended.add(cell)
         confidence = r["confidence"] if r["status"] == "ok" else ""
-        own = dict(zip(notes, _values(r["scores"], "token_precision", len(notes))))
-        here, there = _named(r, notes) if r["status"] == "ok" and not gave_up(r) else ({}, {})
+        own = dict(zip(notes, shares_of(r["scores"], "token_precision", len(notes))))
+        here, there = named_in_batch(r, notes) if r["status"] == "ok" and not gave_up(r) else ({}, {})
         for note, value, guess in found:
             values[note].append((value, guess))
+            if r["threat"] == OPERATOR and r["defense"] != "none":
+                keys[r["seed"]][note].append((value, guess))
             named[note] += [here[note]] if note in here else []
             blind[note] += [there[note]] if note in there else []
             full.update({note} if value >= WHOLE else ())
@@ -251,29 +170,23 @@ def reading(attack: str, records: Iterable[Record], cells: Mapping[Cell, tuple[i
                 whole.add(note)
                 if (mine := own[note]) is None or mine >= OWN:
                     apart.add(note)
+    means = _means(values)
     return Reading(
         attack,
         len({n for notes in cells.values() for n in notes}),
-        {n: sum(v for v, _ in pairs) / len(pairs) for n, pairs in values.items()},
-        {n: sum(g for _, g in pairs) / len(pairs) for n, pairs in values.items()},
+        {n: v for n, (v, _) in means.items()},
+        {n: g for n, (_, g) in means.items()},
         frozenset(whole), frozenset(whole - apart), frozenset(whole - full), frozenset(sure), frozenset(ended),
         bool(cells) and ended == set(cells),
         Counter({status: len(notes) for status, notes in statuses.items()}),
         {n: sum(some) / len(some) for n, some in named.items() if some},
         {n: sum(some) / len(some) for n, some in blind.items() if some},
+        {key: _means(behind) for key, behind in keys.items()},
     )  # fmt: skip
 
 
-def _named(record: Record, notes: Sequence[int]) -> tuple[dict[int, float], dict[int, float]]:
-    """``NAMED`` and ``NAMED_BLIND`` of a record. One that does not say gives at most the sum of its precisions: no token is
-    in fewer texts than that."""
-    kept = record.get("details", {})
-    if NAMED in kept:
-        pairs = [dict(zip(notes, kept.get(name) or ())) for name in (NAMED, NAMED_BLIND)]
-        here, there = ({n: float(v) for n, v in one.items() if v is not None and v == v} for one in pairs)
-        return here, there
-    known = [v for v in _values(record["scores"], "token_precision", len(notes)) if v is not None]
-    return (dict.fromkeys(notes, min(1.0, sum(known))) if known else {}), {}
+def _means(found: Mapping[int, Sequence[tuple[float, float]]]) -> dict[int, tuple[float, float]]:
+    return {n: (sum(v for v, _ in some) / len(some), sum(g for _, g in some) / len(some)) for n, some in found.items()}
 
 
 def _mean(found: Mapping[int, float]) -> float:
@@ -287,14 +200,3 @@ def readings(records: Iterable[Record], cells: Mapping[Cell, tuple[int, ...]], m
         if r["attack"] != BLIND:
             by_attack[r["attack"]].append(r)
     return {a: reading(a, some, cells, metric) for a, some in by_attack.items()}
-
-
-def guessing(records: Iterable[Record], metric: str) -> Level | None:
-    """What guessing scores on the examples of ``records``."""
-    values: dict[int, list[float]] = defaultdict(list)
-    for r in records:
-        notes = notes_of(r)
-        for note, value in zip(notes, _values(r["blind"], metric, len(notes))):
-            if value is not None:
-                values[note].append(value)
-    return pooled(sum(some) / len(some) for some in values.values())

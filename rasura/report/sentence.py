@@ -9,7 +9,7 @@ from rasura.report.cut import OF_WHAT_IS_LEFT, cut_off
 from rasura.report.labels import label_sentence
 from rasura.report.language import recorded, tell
 from rasura.report.matrix import IMAGES, Entry, Findings
-from rasura.report.readings import notes_of, setting_of
+from rasura.report.scores import notes_of, setting_of
 
 HEADLINE, RISK = "token_recall", "bag_f1"
 """The headlines of audits of updates and of model services. The second is of tokens wherever they stand: every attack on a

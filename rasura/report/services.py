@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,9 +12,10 @@ from rasura.report.findings import column_of, findings, recommendation
 from rasura.report.language import tell
 from rasura.report.matrix import Findings, Wording
 from rasura.report.pooled import Level, pooled
-from rasura.report.readings import notes_of, reading, without_a_figure
+from rasura.report.readings import reading
+from rasura.report.scores import notes_of, without_a_figure
 from rasura.report.sentence import RISK, covered, left_out, of_what_is_left, partly, unknown_words, where
-from rasura.report.verdicts import plain, worst_of
+from rasura.report.verdicts import worst_of
 
 ANSWERS = "answer_bag_f1"
 """``RISK`` of what a model that generates answered."""
@@ -37,8 +39,8 @@ class Measure:
 def service_findings(records: Sequence[Mapping[str, Any]], plan: Mapping[str, Any]) -> Findings:
     """What the records of a service say, as ``findings`` of an audit of updates. ``plan``: the identity of the run.
 
-    A verdict is the worst of those on what was asked and, of a model that generates, on what it answered. It is of one key,
-    which an audit draws from its seed; no record says which protections have one, so all verdicts on protections say it.
+    A verdict is the worst of those on what was asked and, of a model that generates, on what it answered. It says behind how
+    many keys; no record says which protections have one, so all verdicts on protections do.
     """
     attacked = [r for r in records if r["attack"] != CLIENT]
     order = {"defenses": plan["protections"], "updates": plan["weights"], "attacks": plan["attacks"]}
@@ -46,8 +48,6 @@ def service_findings(records: Sequence[Mapping[str, Any]], plan: Mapping[str, An
     if any(ANSWERS in r["scores"] or ANSWERS in r["blind"] for r in attacked):
         answers = findings(attacked, order, ANSWERS).verdicts
         found = replace(found, verdicts={c: worst_of([v, answers[c]]) for c, v in found.verdicts.items()})
-    behind = {c: replace(v, one_key=not plain(v.defense)) for c, v in found.verdicts.items()}
-    found = replace(found, verdicts=behind)
     said = (*_sentence(found, attacked), *_answers_left_out(found, attacked))
     return replace(found, sentence=said, recommendation=recommendation(found))
 
@@ -85,12 +85,14 @@ def _answers_left_out(f: Findings, records: Sequence[Mapping[str, Any]]) -> Iter
 
 def measures(records: Sequence[Mapping[str, Any]], f: Findings) -> list[Measure]:
     """Every figure of every attack, in the order of the matrix."""
-    out = []
+    groups: dict[tuple[str, str], list[Mapping[str, Any]]] = defaultdict(list)
     for r in records:
         if r["status"] == "ok" and r["attack"] != CLIENT:
-            read = [reading(r["attack"], [r], {}, metric) for metric in MEASURES]
-            figures = tuple((one.level, pooled(one.guessed.values())) for one in read)
-            out.append(Measure(r["attack"], column_of(r["update"], r["defense"]), figures))
+            groups[r["attack"], column_of(r["update"], r["defense"])].append(r)
+    out = []
+    for (attack, column), some in groups.items():
+        read = [reading(attack, some, {}, metric) for metric in MEASURES]
+        out.append(Measure(attack, column, tuple((one.level, pooled(one.guessed.values())) for one in read)))
     return sorted(out, key=lambda m: (f.columns.index(m.defense), f.attacks.index(m.attack)))
 
 

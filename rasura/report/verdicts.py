@@ -31,19 +31,8 @@ from rasura.report.missing import (
     seen_to_work,
 )
 from rasura.report.pooled import Level
-from rasura.report.readings import (
-    CLEARLY,
-    PORTFOLIO,
-    Cell,
-    Reading,
-    Record,
-    Setting,
-    about_texts,
-    cells_of,
-    guessing,
-    readings,
-    setting_of,
-)
+from rasura.report.readings import CLEARLY, PORTFOLIO, Reading, readings
+from rasura.report.scores import Cell, Record, Setting, about_texts, cells_of, guessing, setting_of
 
 READS, ABOVE, NOT_MEASURED, NOT_TOLD = "reads", "above guessing", "not measured", "not told from guessing"
 WORDS = (READS, ABOVE, NOT_MEASURED, NOT_TOLD)
@@ -85,8 +74,8 @@ class Verdict:
     ``counted``: the yardsticks. ``columns``: of several threat models or batch sizes the verdict on each, the worst first;
     figures are then the highest of all, and ``attack``, ``whole`` and ``guess`` those of the worst. ``mixed``: how many of
     ``whole`` were read only among the words of other examples. ``proven``: how many are verified and yet not nearly whole.
-    ``one_key``: all of it is behind one key, so that it says nothing of other keys. ``inflated``: attacks whose figures come
-    from naming more words than guessing. ``cut``: that examples had been cut before they were sent, in words.
+    ``keys``: of a protection of a service, behind how many keys; one key says nothing of others. ``inflated``: attacks whose
+    figures come from naming more words than guessing. ``cut``: that examples had been cut before they were sent, in words.
     """
 
     word: str
@@ -103,7 +92,7 @@ class Verdict:
     many: str = "notes"
     mixed: int = 0
     proven: int = 0
-    one_key: bool = False
+    keys: int = 0
     inflated: tuple[str, ...] = ()
     cut: str = ""
     columns: tuple[Verdict, ...] = field(default=(), compare=False, repr=False)
@@ -132,8 +121,8 @@ class Verdict:
         return self._measured(self.upper)
 
     def within(self, limit: float, bound: float | None) -> bool:
-        """Whether ``bound`` is known and at most ``limit``. Below ``texts_needed(limit)`` examples no bound is."""
-        return not self.missing and bound is not None and bound <= limit
+        """Whether ``bound`` is known and at most ``limit``. Below ``texts_needed(limit)`` examples, or keys, no bound is."""
+        return not self.missing and self.keys != 1 and bound is not None and bound <= limit
 
     def meets(self, limit: float) -> bool:
         """Whether what is read stays at or below ``limit``: by its upper bound, with no example read nearly whole."""
@@ -150,8 +139,10 @@ class Verdict:
         if self.word == NOT_MEASURED:
             return unmeasured(self.missing)
         said = self._rests_on
-        if self.one_key:
+        if self.keys == 1:
             said = tell("{verdict}, behind the one key of this run where it has a key", verdict=said)
+        elif self.keys:
+            said = tell("{verdict}, behind {count} keys", verdict=said, count=self.keys)
         return f"{said}; {self.cut}" if self.cut else said
 
     @property
@@ -176,8 +167,11 @@ class Verdict:
         if self.word != NOT_TOLD:
             return f"{word} ({self.attack}: {percent(self.own.risk or 0):.0f} %{guess}, n = {self.n})"
         few = "" if self.holds else tell("; too few or too uncertain to conclude that it holds")
-        if self.n < texts_needed(HOLDS_WITHIN):
-            few = tell("; too few to conclude that it holds, which takes {wanted}", wanted=texts_needed(HOLDS_WITHIN))
+        wanted = texts_needed(HOLDS_WITHIN)
+        if self.n < wanted:
+            few = tell("; too few to conclude that it holds, which takes {wanted}", wanted=wanted)
+        elif 0 < self.keys < wanted:
+            few = tell("; too few keys to conclude that it holds, which takes {wanted}", wanted=wanted)
         bound = tell("upper bound {upper:.0f} %", upper=percent_above(1.0 if self.upper is None else self.upper))
         read = ""
         if self.guess is not None and (self.own.risk or 0.0) >= self.guess.mean + CLEARLY:
@@ -282,6 +276,7 @@ def _of_column(defense: str, records: Sequence[Record], baseline: Sequence[Recor
         "images" if images else "notes",
         len(strongest.mixed) if strongest is not None else 0,
         len(strongest.proven) if strongest is not None else 0,
+        keys=max((len(r.keys) for r in here.values()), default=0),
         inflated=tuple(a for a, r in here.items() if r.inflated),
     )
 

@@ -14,7 +14,7 @@ from rasura.core.errors import InputError
 from rasura.core.files import read_limited, write_whole
 from rasura.core.records import SCHEMA, Record, canonical, wrong_in
 from rasura.core.run_store import RunStore
-from rasura.report.readings import BLIND
+from rasura.report.scores import BLIND
 from rasura.runs.audit import Audit
 from rasura.runs.cells import Cell
 from rasura.runs.plans import plan_of

@@ -28,7 +28,7 @@ from rasura.metrics.matching import named_text, own_tokens, paired, read_texts, 
 from rasura.metrics.sensitive import marked_words, tells_names
 from rasura.metrics.text import TokenMetric, rouge
 from rasura.registry import SERVICE_METRICS
-from rasura.report.readings import NAMED, NAMED_BLIND
+from rasura.report.scores import NAMED, NAMED_BLIND
 from rasura.runs.sources import STORED
 
 OPEN = "·"

@@ -24,7 +24,8 @@ class ServicePlan:
     """``limit`` texts of ``data`` with at least four words, sent under each of ``protections``
     (``obfuslm:k=10/epsilon=0.1``; see ``rasura list service-protections``) and read by each of ``attacks``. The attacks use
     ``references`` texts from ``reference``, which must not contain audited texts; with ``drop_shared``, shared texts are
-    left out. ``key``: the number of the service's key, among independent draws; the texts are those of ``seed``.
+    left out. ``keys``: the number of keys of the service, drawn one by one from ``key`` on. Every text is sent under every
+    key, and the texts are those of ``seed``. What one key hides says nothing of another: behind one, no protection holds.
     ``weights``: attack the service as it was ``uploaded``, before any training, or as it was after training (``trained``).
     ``text_column``, ``pair_column``, ``label_column``: unusual column names of the files. ``show_text``: keep the recovered
     text unmasked.
@@ -47,6 +48,7 @@ class ServicePlan:
     label_column: str | None = None
     drop_shared: bool = False
     key: int = 0
+    keys: int = 1
 
     @cached_property
     def parsed(self) -> Mapping[str, ServiceProtection]:
@@ -67,7 +69,7 @@ class ServicePlan:
         for kind in ("protections", "attacks", "weights"):
             if not getattr(self, kind) or len(set(getattr(self, kind))) < len(getattr(self, kind)):
                 raise InputError(f"no {kind} were given, or one was given twice; pass each one once")
-        for name in ("limit", "references"):
+        for name in ("limit", "references", "keys"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} is {getattr(self, name)}; expected at least 1")
         return self

@@ -38,11 +38,13 @@ from rasura.victims.loading import load
 
 @dataclass(frozen=True)
 class ServiceCell:
-    """One cell: an attack on the service under a protection, with the weights that were ``uploaded`` or ``trained``."""
+    """One cell: an attack on the service under a protection, with the weights that were ``uploaded`` or ``trained``.
+    ``drawn``: the number of the service's key."""
 
     protection: str
     attack: str
     weights: str
+    drawn: int
     key: str
 
 
@@ -69,9 +71,8 @@ class ServiceAudit:
         self.plan, self.training = plan.checked(), training
         added = () if "none" in plan.protections or not baseline else ("none",)
         self.columns = (*added, *plan.protections)
-        if training is not None and plan.key:
-            raise InputError("a training uses the key of its seed; with a training, key must be 0")
-        self.drawn = plan.seed + plan.key
+        if training is not None and (plan.key, plan.keys) != (0, 1):
+            raise InputError("a training uses the key of its seed; with a training, key must be 0 and keys 1")
         for text in self.columns:
             if "trained" not in self._weights(text):
                 continue
@@ -118,9 +119,11 @@ class ServiceAudit:
         for protection in self.columns:
             places = [(CLIENT, "trained")] if self._generates else []
             places += [(attack, weights) for weights in self._weights(protection) for attack in self.plan.attacks]
-            for attack, weights in places:
-                where = {"protection": protection, "attack": attack, "weights": weights}
-                yield ServiceCell(protection, attack, weights, cell_key(plan=self.identity, **where))
+            first = self.plan.seed + self.plan.key
+            for drawn in range(first, first + (1 if protection == "none" else self.plan.keys)):
+                for attack, weights in places:
+                    where = {"protection": protection, "attack": attack, "weights": weights, "drawn": drawn}
+                    yield ServiceCell(protection, attack, weights, drawn, cell_key(plan=self.identity, **where))
 
     def run(self, store: RunStore, progress: Callable[[ServiceCell], None] | None = None) -> Iterator[Record]:
         """Run the cells that ``store`` lacks; store and yield each Record. Records are the same whatever was done before."""
@@ -130,11 +133,11 @@ class ServiceAudit:
         fixed: dict[str, str | Mapping[str, str]] = {"data set": self.data, **own}
         fixed |= {"file of a protection": self.files} if self.files else {}
         describe_run(store, model, len(self.cells), self.columns, SERVICE_PROTECTIONS, attacks, SERVICE_ATTACKS, fixed)
-        for protection, cells in groupby(self.cells, key=lambda cell: cell.protection):
-            uploaded = cache(partial(self._uploaded, protection))
+        for (protection, drawn), cells in groupby(self.cells, key=lambda cell: (cell.protection, cell.drawn)):
+            uploaded = cache(partial(self._uploaded, protection, drawn))
             services = {"uploaded": uploaded, "trained": cache(partial(self._trained, protection, uploaded))}
             answers = cache(partial(self._answers, services["trained"]))
-            sent = cache(partial(self._sent, services, answers))
+            sent = cache(partial(self._sent, services, answers, drawn))
             for cell in cells:
                 if cell.key in store:
                     continue
@@ -145,11 +148,11 @@ class ServiceAudit:
                 store.add(record)
                 yield record
 
-    def _uploaded(self, protection: str) -> Service:
+    def _uploaded(self, protection: str, drawn: int) -> Service:
         if self.training is not None:
             return self.training.service(protection, self.victim, self.plan.seed)
         one = self.plan.parsed[protection]
-        made = one.of(self.victim, self.drawn)
+        made = one.of(self.victim, drawn)
         check_same(protection, one, self.files)
         return made
 
@@ -189,7 +192,7 @@ class ServiceAudit:
         return [ids[len(p) :] for ids, p in zip(self.ids, self.prompts)]
 
     def _sent(
-        self, services: Mapping[str, Callable[[], Service]], answers: Callable[[], list[list[int]]], weights: str
+        self, services: Mapping[str, Callable[[], Service]], answers: Callable[[], list[list[int]]], drawn: int, weights: str
     ) -> Outcome[Sent]:
         """The texts under a protection, the same for every attack; or the reason why there is no such service to attack."""
         said = answers() if self._generates else None
@@ -198,7 +201,7 @@ class ServiceAudit:
             start = time.perf_counter()
             ids = self.ids if said is None else [(*p, *a) for p, a in zip(self.prompts, said)]
             service = services[weights]()
-            truth = service_transcript(service, ids, generator(self.drawn, "sent"))
+            truth = service_transcript(service, ids, generator(drawn, "sent"))
             seconds = time.perf_counter() - start
             seen = observe_service(truth, reference_text=self.reference)
             return Sent(truth, seen, self.scores(self._guess("blind", seen), truth), seconds)
@@ -238,7 +241,7 @@ class ServiceAudit:
         return Record(
             key=cell.key, attack=cell.attack, defense=cell.protection, update=cell.weights, threat=SERVICE_OPERATOR.name,
             model=Path(plan.model).name, data=self.data,
-            batch_size=len(self.ids), seed=self.drawn, batch=0, status=status, examples=self.examples, reason=reason,
+            batch_size=len(self.ids), seed=cell.drawn, batch=0, status=status, examples=self.examples, reason=reason,
             known_by=asdict(plan.parsed[cell.protection].adversaries), threat_plain=SERVICE_OPERATOR.plain,
             n_tokens=sum(map(len, self.ids)), peak_mb=peak_mb(), versions=versions(), **found,
         )  # fmt: skip

@@ -8,7 +8,7 @@ from typing import Any
 
 from rasura.metrics.intervals import crossed_interval
 from rasura.report.pooled import pooled
-from rasura.report.readings import notes_of
+from rasura.report.scores import notes_of
 
 
 def spread_text(found: Sequence[float | None], metric: str) -> str:
