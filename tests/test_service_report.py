@@ -126,6 +126,9 @@ def test_the_interval_is_over_keys_and_texts() -> None:
     assert level.high > 0.9 > interval([1 / 3] * MANY)[2]
     assert found.verdicts[HIDDEN].word == READS, "texts came back whole behind a key"
     assert [m.figures[-1][0] for m in measures(rows, found) if m.defense == HIDDEN] == [level]
+    blind = [record("blind", HIDDEN, GUESS, seed=key) for key in range(3)]
+    guessed = reading("blind", blind, {}, RISK).level
+    assert guessed is not None and guessed.high == interval([GUESS] * MANY)[2], "guessing knows no key"
 
 
 def test_a_key_behind_which_an_attack_crashed_leaves_the_verdict_open() -> None:

@@ -157,7 +157,7 @@ def reading(attack: str, records: Iterable[Record], cells: Mapping[Cell, tuple[i
         here, there = named_in_batch(r, notes) if r["status"] == "ok" and not gave_up(r) else ({}, {})
         for note, value, guess in found:
             values[note].append((value, guess))
-            if r["threat"] == OPERATOR and r["defense"] != "none":
+            if r["threat"] == OPERATOR and r["defense"] != "none" and attack != BLIND:  # guessing knows no key
                 keys[r["seed"]][note].append((value, guess))
             named[note] += [here[note]] if note in here else []
             blind[note] += [there[note]] if note in there else []
