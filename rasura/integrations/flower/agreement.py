@@ -148,14 +148,7 @@ def agree(
         if tensor.dtype not in HELD:
             kind = str(tensor.dtype).removeprefix("torch.")
             raise InputError(f"{name} is in {kind}, which Flower's arrays cannot hold; load the model in float32")
-    if any(p.mechanism.name == "sign" for p in parse_defense(defense)):
-        raise InputError("sign drops the size of an update, so every weight would move by 1; leave it out of the defense")
-    if any(name == "dp-ftrl" for name, _ in parts(defense)):
-        raise InputError("dp-ftrl correlates the noise of all steps of a training, and a message is one of them by itself; "
-            "protect the client's own training by rasura.protect_training, or use dp-sgd here")  # fmt: skip
-    wanted = [value for name, value in parts(defense) if name == "sealing"]
-    if len(wanted) > 1:
-        raise InputError(f"defense {defense!r} seals twice; remove one of the parts")
+    wanted = _checked(defense)
     sealed: dict[str, Tensor] = {}
     if wanted:
         settings = sealing.parsed(wanted[0])
@@ -176,6 +169,24 @@ def agree(
         sealed = _mask(defense, settings, model, start, seed)
     mask = mask_digest({n: ~m for n, m in sealed.items()})
     return Agreement(defense, start, sealed, keys if wanted else None, _digest(start, classes), mask, least=min_clients)
+
+
+def _checked(defense: str) -> list[str]:
+    """The settings of sealing in ``defense``, if any. Raises ``InputError`` for what does not go with rounds."""
+    wire = [p.mechanism.name for p in parse_defense(defense) if p.stage in (Stage.AGGREGATE, Stage.WIRE)]
+    if "sign" in wire:
+        raise InputError("sign drops the size of an update, so every weight would move by 1; leave it out of the defense")
+    if "dp-ftrl" in wire:
+        raise InputError("dp-ftrl correlates the noise of all steps of a training, and a message is one of them by itself; "
+            "protect the client's own training by rasura.protect_training, or use dp-sgd here")  # fmt: skip
+    wanted = [value for name, value in parts(defense) if name == "sealing"]
+    if len(wanted) > 1:
+        raise InputError(f"defense {defense!r} seals twice; remove one of the parts")
+    if wanted and (behind := wire[wire.index("sealing") + 1 :]):
+        raise InputError(
+            f"defense {defense!r}: {', '.join(behind)} would change the clear entries alone; write it before sealing"
+        )
+    return wanted
 
 
 def _mask(
