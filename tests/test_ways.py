@@ -58,6 +58,8 @@ def test_a_way_is_known_by_its_setting() -> None:
         "dropout:0.1",
         "sealing:all/by=bfv+bf16",
         "sealing:all/by=ckks",
+        "sealing:all/by=bfv/embeddings=clear",
+        "sealing:all/embeddings=clear/by=secagg",
     ):
         assert way_of(other) is None
 
@@ -124,6 +126,10 @@ def test_an_audit_of_secure_aggregation_shows_the_sum_in_whole_steps() -> None:
         ("sealing:all/by=secagg", 2, "A sum of 2 is opened only where it was asked for"),
         ("sealing:all/by=secagg/noise=1.0", 4, "noise in the sum has a guarantee"),
         ("sealing:param=0.1/by=secagg", 4, "entries that stay clear"),
+        ("sealing:all/by=secagg/embeddings=clear", 4, "entries that stay clear"),
+        ("gaussian:0.1+sealing:all/by=secagg", 4, "each client does gaussian to its own update"),
+        ("sealing:all/by=secagg+gaussian:0.1", 4, "each client does gaussian to its own update"),
+        ("pruning:0.9+qsgd:4+sealing:all/by=secagg", 4, "each client does pruning, qsgd to its own update"),
     ],
 )
 def test_what_is_no_opened_sum_is_not_applicable_in_words(defense: str, count: int, why: str) -> None:

@@ -28,6 +28,10 @@ class NotApplicable(RuntimeError):
     """The attack cannot be tried on this observation; recorded as ``not_applicable`` with this reason."""
 
 
+class Unseen(NotApplicable, InputError):
+    """One client's message says nothing about what is read from the sum: an audit records that, a training stops."""
+
+
 UNSENT = "nothing is sent"
 """What the reason of ``NotSent`` begins with, in every record."""
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from rasura.core.interfaces import InputError, NotApplicable
+from rasura.core.errors import Unseen
 from rasura.core.values import Message
 from rasura.defenses.secure_aggregation.encoding import Blocks, Encoding, decoded, encoded
 from rasura.defenses.secure_aggregation.messages import HEAD
@@ -18,10 +18,6 @@ LEAST = 3
 """Clients whose sum is opened, at least, unless fewer were asked for by name."""
 
 BITS = 16
-
-
-class Unseen(NotApplicable, InputError):
-    """One client's message says nothing about what is read from the sum: an audit records that, a training stops."""
 
 
 def check_sum(whole: bool, noise: float, clients: int) -> None:

@@ -88,7 +88,7 @@ def way_of(defense: str) -> str | None:
     if "+" in defense or name_of(defense) != "sealing":
         return None
     scheme = next((v for k, _, v in (p.partition("=") for p in defense.split("/")) if k in ("by", "scheme")), "none")
-    whole = defense.partition("/")[0] == "sealing:all"
+    whole = defense.partition("/")[0] == "sealing:all" and "embeddings=clear" not in defense
     if scheme == "bfv":
         return "sealing:all/by=bfv" if whole else None
     if scheme == "secagg" and whole:

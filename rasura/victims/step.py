@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from rasura.core.batches import Batch, ImageBatch
+from rasura.core.errors import Unseen
 from rasura.core.exact import full_products
 from rasura.core.files import make_private
-from rasura.core.interfaces import Defense, InputError, NotApplicable
+from rasura.core.interfaces import Defense, InputError, NotApplicable, Transform
 from rasura.core.local import FEDSGD, Local
 from rasura.core.rng import Randomness, drawing, permutation, secret_generator
 from rasura.core.unchanged import Assembled, Clean
@@ -104,6 +105,7 @@ def message_for(
     ``InputError``. ``kept``: what the aggregation keeps from one step of a training to
     the next, such as a clip that follows the norms; None for a first step."""
     by_stage = {stage: [p for p in defense if p.stage is stage] for stage in Stage}
+    _check_sum(by_stage[Stage.WIRE])
     losses: list[float] = []
 
     def mean() -> Gradients:
@@ -135,6 +137,17 @@ def message_for(
             message, _ = part.apply(message, part.init((model, inputs)), rng)
         seconds = time.perf_counter() - start
     return message, sum(losses) / max(len(losses), 1), seconds
+
+
+def _check_sum(wire: Sequence[Transform[Any, Any, Any]]) -> None:
+    """Refuse what each client does to its own update beside a secure sum: one step has the sum alone to do it to."""
+    summed = any(p.mechanism.name == "sealing" and p.mechanism.parameters.get("scheme") == "secagg" for p in wire)
+    others = [p.mechanism.name for p in wire if p.mechanism.name not in ("sealing", "accumulate")]
+    if summed and others:
+        raise Unseen(
+            f"each client does {', '.join(others)} to its own update, and an audit would do it to the sum, which hides more "
+            "of it; audit sealing:all/by=secagg without it"
+        )
 
 
 def step(
