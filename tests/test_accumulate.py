@@ -19,12 +19,14 @@ from rasura.core.interfaces import AttackFailed, Budget, InputError, NotApplicab
 from rasura.core.rng import generator
 from rasura.core.threat import HONEST_SERVER, observe
 from rasura.core.values import Transcript
+from rasura.data.text import load_examples
 from rasura.registry import attack, parse_defense
 from rasura.runs.audit import Audit, audit
 from rasura.runs.train_plan import TrainPlan
 from rasura.runs.training import Training
 from rasura.testing.tiny import CLS, SEP, VOCABULARY, batch_of, tiny
 from rasura.victims.batching import batches, joined
+from rasura.victims.loading import load
 from rasura.victims.models import parts
 from rasura.victims.step import step
 from rasura.victims.train import FineTuning
@@ -221,3 +223,20 @@ def test_training_texts_that_never_suffice_are_refused_at_the_start(tmp_path: Pa
 def test_images_have_no_tokens_to_count() -> None:
     with pytest.raises(InputError, match="no input_ids"):
         parse_defense("accumulate:5")[0].init((tiny("bert", "classification"), {"pixel_values": torch.zeros(1, 3, 8, 8)}))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_waiting_does_not_hide_the_words_of_a_trained_output_layer(shared: Path, tied: bool) -> None:
+    """At 1.0 d counted tokens nothing is left to test in the row space; the output layer still names words."""
+    victim = load(shared / "models" / "stories260K-hf", "causal")
+    if not tied:
+        victim.model.lm_head.weight = torch.nn.Parameter(victim.model.lm_head.weight.detach().clone())
+    stories = load_examples(shared / "data" / "tinystories.validation.parquet", limit=20)
+    told = [[*victim.vocabulary.prefix, *victim.vocabulary.encode(e.text)][:24] for e in stories]
+    batch = batch_of(told, "causal")
+    defense = parse_defense("accumulate:1.0d" if tied else "frozen-embeddings+accumulate:1.0d")
+    truth = step(victim.model, batch, defense, task="causal", vocabulary=victim.vocabulary, rng=generator(0))
+    guess = attack("embedding-rows")(observe(truth, HONEST_SERVER), rng=generator(0), budget=Budget())
+    named = set(guess.tokens[0])
+    assert guess.confidence == "matched" and len(named) >= 20
+    assert len(named & {t for row in told for t in row}) >= 0.9 * len(named)

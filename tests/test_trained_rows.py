@@ -85,3 +85,9 @@ def test_words_of_a_trained_decoder_move_against_what_their_weights_predict(shar
 def test_a_model_that_did_not_move_says_nothing() -> None:
     weights = torch.randn(20, 4, generator=generator(5))
     assert not len(against(torch.zeros(20, 4), weights, 0.0))
+
+
+def test_noise_says_nothing() -> None:
+    for seed in range(3):
+        weights, noise = torch.randn(2, 512, 64, generator=generator(seed))
+        assert not len(against(noise, weights, 0.0))

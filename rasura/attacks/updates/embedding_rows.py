@@ -7,15 +7,16 @@ the order (APRIL, Lu et al. 2022). Milliseconds, whatever the model's depth, and
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 from torch import Generator, Tensor
 
 from rasura.attacks.shared.verify import ROWS_VERIFIED, in_span, prove, prove_rows, verified
-from rasura.attacks.updates.row_evidence import rows_of_words
+from rasura.attacks.updates.row_evidence import FLOOR, is_noisy, max_tokens, rows_of_words
 from rasura.attacks.updates.tied_rows import without_output_part
-from rasura.attacks.updates.trained_rows import opposed, weights_of, without_decay
+from rasura.attacks.updates.trained_rows import opposed, own_output, weights_of, without_decay
 from rasura.core.interfaces import AttackFailed, Budget, NotApplicable
 from rasura.core.so_far import tell
 from rasura.core.specs import AttackSpec, Home
@@ -23,9 +24,6 @@ from rasura.core.updates import announced_update
 from rasura.core.values import UNKNOWN, Grant, Observation, Parameter, Reconstruction
 from rasura.victims.models import Parts, parts
 from rasura.victims.positions import first_position
-
-FLOOR = 1e-9
-"""Rows below this fraction of the largest row count as zero."""
 
 OUTLIER = 6.0
 """Under noise, a row is there when its norm lies this many robust deviations above the median: no false row in 1e8."""
@@ -48,18 +46,6 @@ class Rows:
 
     def __len__(self) -> int:
         return len(self.index)
-
-
-def max_tokens(seen: Observation) -> int:
-    """How many tokens a batch can hold: texts as long as the model allows, 64 of them where their number is not known."""
-    longest = int(getattr(seen.model.config, "max_position_embeddings", 4096))
-    return (seen.batch_size if Grant.BATCH_SIZE in seen else 64) * longest
-
-
-def is_noisy(gradient: Tensor, max_count: int) -> bool:
-    """Whether something filled the zero rows of a word embedding's gradient; ``max_count``: tokens that a batch can hold."""
-    norms = gradient.norm(dim=1)
-    return int((norms > FLOOR * norms.max()).sum()) > min(max_count, 0.8 * len(norms))
 
 
 def present(gradient: Tensor, mask: Tensor | None, noisy: bool) -> Rows:
@@ -182,9 +168,11 @@ class EmbeddingRows:
 
     A causal model that ties its output layer to the embedding fills every row; the input rows are separated by the low rank
     of the output part. Its last token enters no loss. It stays ``UNKNOWN`` unless it is the tokenizer's end, and the
-    gradient proves that. Of AdamW's changes of such a model, only the rows that stand out (``matched``).
+    gradient proves that. Of AdamW's changes of such a model, and where the batch has as many tokens as the model has
+    dimensions, only the rows that stand out (``matched``).
 
-    Raises ``NotApplicable`` where the word embedding is frozen or sealed, ``AttackFailed`` where noise covers every row.
+    Where the word embedding is frozen or sealed, an output layer of its own names words in the same way. Raises
+    ``NotApplicable`` where there is none either, ``AttackFailed`` where noise covers every row.
     """
 
     name = "embedding-rows"
@@ -194,22 +182,29 @@ class EmbeddingRows:
     def __call__(self, seen: Observation, *, rng: Generator, budget: Budget) -> Reconstruction:
         found = parts(seen.model)
         gradient, mask = seen.gradients.get(found.word_embedding), seen.visible.get(found.word_embedding)
+        size = seen.batch_size if Grant.BATCH_SIZE in seen else None
         if gradient is None or (mask is not None and not bool(mask.any())):
+            if output := own_output(seen, found):
+                return opposed(seen, output, seen.gradients[output].cpu(), size or 1)
             raise NotApplicable("the word embedding's gradient is not in the update: it is frozen, sealed or not sent")
         if not bool(torch.isfinite(gradient).all()):
             raise AttackFailed("the word embedding's gradient holds NaN or infinity")
         gradient, mask = gradient.cpu(), None if mask is None else mask.cpu()
-        size = seen.batch_size if Grant.BATCH_SIZE in seen else None
         tied = found.tied and seen.task == "causal"
         if tied and announced_update(seen).adaptive:
-            return opposed(seen, gradient, size or 1)
+            return opposed(seen, found.word_embedding, gradient, size or 1)
         if not tied:
             gradient = without_decay(gradient, weights_of(seen, found.word_embedding), mask)
         # Tied, every row is filled without noise; where there is noise too, the output part cannot be told apart at all.
         noisy = not tied and is_noisy(gradient, max_tokens(seen))
         places = self._places(seen, found, noisy)
         if tied:
-            basis, there = without_output_part(gradient, mask, rng)
+            try:
+                basis, there = without_output_part(gradient, mask, rng)
+            except AttackFailed:  # as many tokens as dimensions: what follows in the texts may stand out nevertheless
+                with suppress(AttackFailed):
+                    return opposed(seen, found.word_embedding, gradient, size or 1)
+                raise
             values = gradient[there].double()
             values = values - (values @ basis) @ basis.T
             words = Rows(there, values, torch.ones_like(values, dtype=torch.bool), False)

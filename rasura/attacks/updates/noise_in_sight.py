@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rasura.attacks.updates.embedding_rows import is_noisy, max_tokens
+from rasura.attacks.updates.row_evidence import is_noisy, max_tokens
 from rasura.attacks.updates.span.rows import visible_blocks, visible_gradients
 from rasura.core.updates import announced_update
 from rasura.core.values import Grant, Observation

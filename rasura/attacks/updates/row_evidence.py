@@ -7,11 +7,26 @@ from torch import Tensor
 
 from rasura.attacks.updates.span.rows import block_spaces, visible_blocks
 from rasura.core.updates import announced_update
-from rasura.core.values import Observation
+from rasura.core.values import Grant, Observation
+
+FLOOR = 1e-9
+"""Rows below this fraction of the largest row count as zero."""
 
 FILLED = 0.9
 """Least fraction of a row's visible entries that are not zero. The gradient of a word's embedding is zero nowhere; what is
 left of noise by its largest entries fills few entries of a row."""
+
+
+def max_tokens(seen: Observation) -> int:
+    """How many tokens a batch can hold: texts as long as the model allows, 64 of them where their number is not known."""
+    longest = int(getattr(seen.model.config, "max_position_embeddings", 4096))
+    return (seen.batch_size if Grant.BATCH_SIZE in seen else 64) * longest
+
+
+def is_noisy(gradient: Tensor, max_count: int) -> bool:
+    """Whether something filled the zero rows of a word embedding's gradient; ``max_count``: tokens that a batch can hold."""
+    norms = gradient.norm(dim=1)
+    return int((norms > FLOOR * norms.max()).sum()) > min(max_count, 0.8 * len(norms))
 
 
 def rows_of_words(seen: Observation, index: Tensor, gradient: Tensor, mask: Tensor | None) -> bool:

@@ -15,7 +15,7 @@ from rasura.attacks.shared.verify import in_span
 from rasura.core.interfaces import AttackFailed
 from rasura.core.updates import announced_update
 from rasura.core.values import Observation, Reconstruction
-from rasura.victims.models import parts
+from rasura.victims.models import Parts, parts
 
 GAP = 30.0
 """Rows that moved otherwise exceed what decay leaves unexplained so many times (measured: 40,000 times on MiniLM)."""
@@ -28,6 +28,9 @@ STILL = 0.2
 
 AGAINST = 0.1
 """Largest cosine of a word's row and its prediction."""
+
+PREDICTED, ABOVE = 0.3, 1.25
+"""Median cosine of rows and their predictions, at least, and at least so many times that of noise."""
 
 RIDGE = 0.1
 """Ridge of the prediction, in variances of the weights."""
@@ -79,23 +82,36 @@ def against(change: Tensor, weights: Tensor, decay: float) -> Tensor:
     square.diagonal().add_(RIDGE * len(known))
     predicted = known @ torch.linalg.solve(square, cross).float()
     cosines = torch.nn.functional.cosine_similarity(predicted, units, dim=1)
+    chance = (known.shape[1] / len(known)) ** 0.5  # the cosine of noise and what is fitted to it
+    if not float(cosines.median()) > max(PREDICTED, ABOVE * chance):
+        return moved[:0]
     order = cosines.argsort()
     found: Tensor = moved[order[cosines[order] < AGAINST]]
     return found
 
 
-def opposed(seen: Observation, change: Tensor, size: int) -> Reconstruction:
-    """The bag of ``size`` texts from AdamW's ``change`` of a tied embedding: words that follow in them, as far as their rows
-    stand out (``matched``). Raises ``AttackFailed`` where none does."""
+def opposed(seen: Observation, name: str, change: Tensor, size: int) -> Reconstruction:
+    """The bag of ``size`` texts from the ``change`` of an output layer ``name``, which may be the word embedding: words that
+    follow in the texts, as far as their rows stand out (``matched``). Raises ``AttackFailed`` where none does."""
     local = announced_update(seen)
-    decay = (1 - local.round.kept(size)) / local.learning_rate
-    rows = against(change, weights_of(seen, parts(seen.model).word_embedding), decay).tolist()
+    decay = 0.0 if local.kind == "fedsgd" else (1 - local.round.kept(size)) / local.learning_rate
+    rows = against(change, weights_of(seen, name), decay).tolist()
     bag = tuple(sorted(set(rows) - seen.vocabulary.special_ids))
     if not bag:
         raise AttackFailed("no word's row moved against what its weights predict")
     return in_span(
-        (bag,) * size, seen, believed=False, ordered=False, details={"distinct_tokens": len(bag), "tied": True}
+        (bag,) * size, seen, believed=False, ordered=False,
+        details={"distinct_tokens": len(bag), "tied": parts(seen.model).tied},
     )  # fmt: skip
+
+
+def own_output(seen: Observation, found: Parts) -> str | None:
+    """The output layer of a causal model that has one of its own, where all of its gradient is visible."""
+    if seen.task != "causal" or found.tied or found.head is None:
+        return None
+    name = found.head.weight
+    there = name in seen.gradients and bool(seen.gradients[name].isfinite().all())
+    return name if there and (name not in seen.visible or bool(seen.visible[name].all())) else None
 
 
 def weights_of(seen: Observation, name: str) -> Tensor:
