@@ -83,6 +83,12 @@ def test_mixing_stops_the_nearest_row_and_the_mechanism_gives_it_back() -> None:
     assert ours > knn > 0 and ours > blind
 
 
+def test_wide_noise_does_not_stop_who_finds_the_whole_cluster() -> None:
+    # Calibrated noise leaves a row's own weight as small as any, so the largest weights say nothing.
+    truth = service(ObfuscationSettings(k=8, epsilon=0.1, calibrated=True), texts=24)
+    assert top1("decipherment", truth) > top1("blind", truth) > top1("knn", truth)
+
+
 def test_a_trained_inverter_reads_a_plain_permutation() -> None:
     truth = service(ObfuscationSettings(k=1))
     seen = observe_service(truth, reference_text=TEXTS * 20)

@@ -1,9 +1,10 @@
 """Rows as mixtures (ours): which public rows an obfuscated one is made of, then which of them it stands for.
 
-A row that was mixed from its cluster is a non-negative combination of some ten public rows, and those are near it: least
-squares finds them. Which of them is the row's own token, the weights tell by their size and, better, by the mechanism, which
-is not secret: the logarithms of the weights are known up to Laplace noise once the token is. Each public token belongs to
-one row only, which a matching uses; then a language model decides between the rest.
+A row that was mixed from its cluster is a non-negative combination of some ten public rows: ``members`` finds them exactly.
+Of rows that training has moved, least squares finds the near ones that make them best. Which of them is the row's own token,
+the weights tell by their size and, better, by the mechanism, which is not secret: the logarithms of the weights are known up
+to Laplace noise once the token is. Each public token belongs to one row only, which a matching uses; then a language model
+decides between the rest.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 
+from rasura.attacks.services.members import members
 from rasura.attacks.services.nearest import frequencies
 from rasura.attacks.services.tables import KEPT, Tables, nearest
 from rasura.core.answers import ServiceObservation, TokenReading
@@ -32,6 +34,9 @@ STEPS = 300
 
 MIN_PROBABILITY = 2e-3
 """Public rows with weights below this fraction are not part of the mixture."""
+
+LOST = 1e-9
+"""The weight of a public row that is part of the mixture, where single precision has lost it."""
 
 SECOND = 6.0
 """Nats that a token costs which another id has already been read as: each has one id alone."""
@@ -82,21 +87,27 @@ def matched(scores: list[dict[int, float]]) -> list[int]:
     return [names[c] if c < len(names) else max(s, key=lambda t: s[t]) for c, s in zip(chosen.tolist(), scores)]
 
 
-def candidates(tables: Tables, epsilon: float | None, calibrated: bool = False) -> list[dict[int, float]]:
-    """For each id that was sent its tokens with their log chances: by likelihood at ``epsilon``, by weight if None."""
+def candidates(tables: Tables, epsilon: float | None, calibrated: bool = False, *, cluster: int) -> list[dict[int, float]]:
+    """For each id that was sent its tokens with their log chances: by likelihood at ``epsilon``, by weight if None. They are
+    those of its cluster where its row is exactly a mixture of few, or else those near it that make it best."""
+    exact = members(tables.rows, tables.served, tables.public, tables.usable, cluster)
     near, _ = nearest(tables, NEAR)
+    blocks = zip(torch.split(near, 256), torch.split(tables.ids, 256))
+    best = (one for some, ids in blocks for one in zip(mixtures(tables.served[ids], tables.public[some]), some))
     out: list[dict[int, float]] = []
-    for some, ids in zip(torch.split(near, 256), torch.split(tables.ids, 256)):
-        for row, members in zip(mixtures(tables.served[ids], tables.public[some]), some):
+    for (row, names), own in zip(best, exact):
+        if own is None:
             kept = row > MIN_PROBABILITY * row.sum()
-            if not bool(kept.any()):
-                kept = torch.arange(len(row)) < KEPT
-            weights, names = row[kept].clamp_min(1e-9), members[kept]
-            if epsilon is None or len(names) == 1:
-                chance = (weights / weights.sum()).double().log()
-            else:
-                chance = own_likelihood(weights, names, tables.public, epsilon, calibrated).log_softmax(0)
-            out.append(dict(zip(names.tolist(), chance.tolist())))
+            kept = kept if bool(kept.any()) else torch.arange(len(row)) < KEPT
+            row, names = row[kept], names[kept]
+        else:
+            row, names = torch.tensor(list(own.values())), torch.tensor(list(own))
+        weights = row.clamp_min(LOST)
+        if epsilon is None or len(names) == 1:
+            chance = (weights / weights.sum()).double().log()
+        else:
+            chance = own_likelihood(weights, names, tables.public, epsilon, calibrated).log_softmax(0)
+        out.append(dict(zip(names.tolist(), chance.tolist())))
     return out
 
 
@@ -118,6 +129,11 @@ def announced(seen: ServiceObservation) -> float:
     return float(seen.mechanism.parameters.get("epsilon") or 1.0)
 
 
+def cluster_size(seen: ServiceObservation) -> int:
+    """The tokens of a cluster that the mechanism tells, at least."""
+    return int(seen.mechanism.parameters.get("k") or 1)
+
+
 @dataclass(frozen=True)
 class RowMixture:
     """Least squares on the nearest public rows, and the matching by weight."""
@@ -127,7 +143,7 @@ class RowMixture:
     def __call__(self, seen: ServiceObservation, *, rng: torch.Generator, budget: Budget) -> TokenReading:
         announced(seen)
         tables = Tables(seen)
-        scores = candidates(tables, None)
+        scores = candidates(tables, None, cluster=cluster_size(seen))
         return tables.reading(ranking(matched(scores), scores), candidates=sum(map(len, scores)) / len(scores))
 
 
@@ -144,7 +160,8 @@ class Decipherment:
 
     def __call__(self, seen: ServiceObservation, *, rng: torch.Generator, budget: Budget) -> TokenReading:
         tables = Tables(seen)
-        scores = candidates(tables, announced(seen), bool(seen.mechanism.parameters.get("calibrated")))
+        calibrated = bool(seen.mechanism.parameters.get("calibrated"))
+        scores = candidates(tables, announced(seen), calibrated, cluster=cluster_size(seen))
         usual = frequencies(seen).probabilities
         total = tables.counts.total()
         told: list[dict[int, float]] = []
