@@ -12,7 +12,9 @@ from typer.testing import CliRunner
 
 from rasura.cli import app
 from rasura.core.interfaces import Budget
+from rasura.core.values import Reconstruction
 from rasura.runs.reading import ReadRequest, read_update
+from rasura.runs.reading_notes import notes
 from rasura.testing.tiny import tiny, tokenizer_folder
 from rasura.victims.loading import Victim, load
 from rasura.victims.models import parts
@@ -48,6 +50,32 @@ def test_a_file_of_two_classes_tells_no_label_unless_somebody_says_what_it_holds
     stated = read_update(path, victim, ReadRequest(attack="span", batch_size=1, update="fedsgd"))
     wrong = ("the labels depend on the sign of the file, and its size is not that of the update fedsgd",)
     assert (stated.labels, stated.notes) == (((1,), ()) if sign > 0 else (None, wrong)) and stated.confidence == "verified"
+
+
+@pytest.mark.parametrize("attack", ["labels", "idlg"])
+@pytest.mark.parametrize("sign", [1.0, -0.01])
+def test_the_labels_alone_are_told_only_where_the_sign_does_not_matter(
+    victim: Victim, tmp_path: Path, attack: str, sign: float
+) -> None:
+    path = captured(victim, tmp_path / "two.safetensors", sign=sign)
+    found = read_update(path, victim, ReadRequest(attack=attack, batch_size=1))
+    assert (found.labels, found.status) == (None, "failed") and "--update fedsgd" in found.reason
+    three = load(tokenizer_folder(tiny("bert", "classification"), tmp_path / "model"), "classification")
+    for label in range(3):
+        path = captured(three, tmp_path / "three.safetensors", sign=sign, label=label)
+        assert read_update(path, three, ReadRequest(attack=attack, batch_size=1)).labels == (label,)
+    if attack == "labels":
+        assert read_update(path, three, ReadRequest(attack=attack, batch_size=2)).labels is None
+        assert read_update(path, three, ReadRequest(attack=attack)).labels is None
+
+
+def test_labels_without_a_text_are_not_nothing(victim: Victim, tmp_path: Path) -> None:
+    path = captured(victim, tmp_path / "u.safetensors")
+    found = read_update(path, victim, ReadRequest(attack="labels", batch_size=1, update="fedsgd"))
+    assert (found.texts, found.labels, found.notes) == ((), (1,), ())
+    common = ["read", str(path), "--model", victim.name, "--batch-size", "1", "--attack", "labels", "--update", "fedsgd"]
+    for shown in (CliRunner().invoke(app, common).output, found._repr_html_()):
+        assert "no text was recovered, but the labels of the batch: 1" in shown and "nothing" not in shown
 
 
 def test_the_command_says_it_too(victim: Victim, tmp_path: Path) -> None:
@@ -93,6 +121,8 @@ def test_fewer_texts_than_the_batch_are_told(tmp_path: Path) -> None:
     found = read_update(path, twice, ReadRequest(attack="span", batch_size=2))
     assert found.texts == (TEXT,) and found.notes == ("1 of 2 texts; equal texts are named once",)
     assert read_update(path, twice, ReadRequest(attack="span", batch_size=1)).notes == ()
+    unproven = Reconstruction(((1, 40, 3, 2),), "matched")
+    assert notes(unproven, twice, 3, None) == ("1 of 3 texts; equal texts are named once, and others may be missing",)
 
 
 @pytest.mark.parametrize("classes", [1, 3])

@@ -39,6 +39,26 @@ def test_the_folder_states_the_task(causal_folder: Path, model_folder: Path) -> 
         task_named(None, "./no-such-folder")
 
 
+@pytest.mark.parametrize(
+    ("name", "stated"),
+    [("config", {"architectures": [f"Bert{kind}"]}) for kind in ("ForTokenClassification", "ForQuestionAnswering")]
+    + [("config", {"architectures": ["T5ForConditionalGeneration"]}), ("adapter_config", {"task_type": "TOKEN_CLS"})],
+)
+def test_a_model_of_another_task_is_not_taken_for_a_classifier_unasked(
+    name: str, stated: dict[str, object], tmp_path: Path
+) -> None:
+    (tmp_path / f"{name}.json").write_text(json.dumps(stated))
+    with pytest.raises(InputError, match=r"another task .*--task classification"):
+        task_named(None, str(tmp_path))
+    assert task_named("classification", str(tmp_path)) == "classification"
+
+
+@pytest.mark.parametrize("stated", [[], ["BertModel"], ["BertForMaskedLM"], ["ElectraForPreTraining"]])
+def test_a_body_is_that_of_a_classifier(stated: list[str], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": stated}))
+    assert task_of(tmp_path) == "classification"
+
+
 def test_a_command_of_a_report_says_the_task_where_the_model_is_not_the_usual_one() -> None:
     for model, task, said in (
         ("minilm", "classification", False), ("gpt2", "classification", True), ("gpt2", "causal", True),

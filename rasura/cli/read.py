@@ -186,7 +186,7 @@ def _told(found: ReadResult, as_json: bool, path: Path | None = None) -> None:
     for line in found.lines:
         out.print(line, markup=False, highlight=False)
     if not found.texts:
-        out.print(f"nothing was recovered: {found.reason or 'the attack returned no text'}", markup=False)
+        out.print(found.without_texts, markup=False)
         return
     for line in found.notes:
         out.print(f"\n{line}", markup=False, highlight=False)

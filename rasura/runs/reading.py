@@ -171,10 +171,17 @@ class ReadResult:
         """The texts for a reader; in words where no word of a text was recovered."""
         return tuple(text if text.strip() else "(no word of this text was recovered)" for text in self.texts)
 
+    @property
+    def without_texts(self) -> str:
+        """What is said where there are no texts."""
+        if self.labels:
+            return f"no text was recovered, but the labels of the batch: {', '.join(map(str, self.labels))}"
+        return f"nothing was recovered: {self.reason or 'the attack returned no text'}"
+
     def _repr_html_(self) -> str:
         """What a notebook shows: the texts, and how sure they are."""
         if not self.texts:
-            return f"<p>nothing was recovered: {escape(self.reason or 'the attack returned no text')}</p>"
+            return f"<p>{escape(self.without_texts)}</p>"
         rows = "".join(f"<li>{escape(text)}</li>" for text in self.lines)
         notes = "".join(f"<p>{escape(note)}</p>" for note in self.notes)
         return f"<ul>{rows}</ul>{notes}<p><b>{self.confidence}</b> by {escape(self.attack)} in {self.seconds:.1f} s</p>"

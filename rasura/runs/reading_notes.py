@@ -18,8 +18,9 @@ def notes(guess: Reconstruction, victim: Victim, batch_size: int | None, update:
         of = len(tokens) + int(twins)
         out.append(f"{twins} of {of} tokens stay open, since the embeddings of other words are equal or nearly so")
     out += _left_out(guess, words)
-    if batch_size is not None and len(guess.tokens) < batch_size:
-        out.append(f"{len(guess.tokens)} of {batch_size} texts; equal texts are named once")
+    if batch_size is not None and 0 < len(guess.tokens) < batch_size:
+        missing = "" if guess.confidence == "verified" else ", and others may be missing"
+        out.append(f"{len(guess.tokens)} of {batch_size} texts; equal texts are named once{missing}")
     if stopped := guess.details.get("stopped"):
         out.append(f"stopped during {stopped}; attacks that did not end may read more")
     by_gradient = guess.details.get("proof") == "gradient"  # that of embedding rows tells no labels, whatever the sign

@@ -47,6 +47,12 @@ HEADS = (".classifier.weight", ".classifier.out_proj.weight", ".score.weight")
 CAUSAL = ("ForCausalLM", "LMHeadModel")
 """Ends of the names of architectures that are causal language models."""
 
+CLASSIFIERS = ("ForSequenceClassification", "ForMaskedLM", "ForPreTraining", "Model")
+"""Ends of the names of architectures that are classifiers, or that classifiers are made of."""
+
+ADAPTED: dict[str, Task] = {"CAUSAL_LM": "causal", "SEQ_CLS": "classification"}
+"""Tasks of adapters, by PEFT's names of them."""
+
 IMAGE_MODELS = ("lenet", "cnn")
 """Names of models that read images (``victims.vision``)."""
 
@@ -76,18 +82,33 @@ def is_adapter(model: str | Path) -> bool:
 
 def task_of(model: str | Path) -> Task:
     """The task that ``model`` states, a folder of a model or an adapter, a hub id or a name of ours; classification where it
-    states none. Raises ``InputError`` as ``read_config`` and ``check_hub_id`` do."""
+    states none. Raises ``InputError`` where it states one that is neither classification nor causal, such as one label for
+    each token: what is measured of another loss would be of no model. Also as ``read_config`` and ``check_hub_id`` do."""
     folder = Path(model)
     if str(model) in TASKS:
         return TASKS[str(model)]
     if str(model) in IMAGE_MODELS:
         return "vision"
     if is_adapter(folder):
-        return "causal" if read_config(folder / "adapter_config.json").get("task_type") == "CAUSAL_LM" else "classification"
+        kind = str(read_config(folder / "adapter_config.json").get("task_type") or "SEQ_CLS")
+        if kind not in ADAPTED:
+            raise _another_task(model, f"task_type {kind[:40]}")
+        return ADAPTED[kind]
     config = folder / "config.json" if folder.exists() else hub_config(str(model))
     stated = read_config(config).get("architectures") if config is not None and config.is_file() else None
     names = [str(name) for name in stated] if isinstance(stated, list) else []
-    return "causal" if any(name.endswith(CAUSAL) for name in names) else "classification"
+    if any(name.endswith(CAUSAL) for name in names):
+        return "causal"
+    if names and not any(name.endswith(CLASSIFIERS) for name in names):
+        raise _another_task(model, names[0][:60])
+    return "classification"
+
+
+def _another_task(model: str | Path, stated: str) -> InputError:
+    return InputError(
+        f"{model} states another task than classification and causal ({stated}), and what its updates show is not measured; "
+        "--task classification takes it for the body of a classifier with one label a text"
+    )
 
 
 def classes_of(model: str | Path) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Generator, Tensor
 
+from rasura.attacks.updates.label_recovery import UNSIGNED
 from rasura.core.interfaces import AttackFailed, Budget, NotApplicable
 from rasura.core.specs import AttackSpec
 from rasura.core.values import Grant, Observation, Reconstruction
@@ -17,8 +18,9 @@ class IDLG:
     not exactly one, the attack fails. The paper reads the rows of the weight, which share a sign with its classes where
     the head's inputs are not negative. Encoders have a tanh before the head, so the head's bias is read where it was sent:
     its gradient is softmax minus one-hot (the paper's equation 3). Without it the label is the row whose products with all
-    other rows are not positive (equation 5), which takes three classes: of two, each is the other's opposite. No text is
-    guessed (``tokens=()``); ``labels`` counts more, and takes batches.
+    other rows are not positive (equation 5), which takes three classes: of two, each is the other's opposite. The bias takes
+    three as well where the sign of the update is not known. No text is guessed (``tokens=()``); ``labels`` counts more, and
+    takes batches.
 
     Raises ``NotApplicable`` for a causal model, a head that does not tell one label of several, and where the head's
     gradient is not in the update as a whole; ``AttackFailed`` where no class, or more than one, has that sign.
@@ -35,6 +37,10 @@ class IDLG:
         bias, weight = _whole(seen, head.bias), _whole(seen, head.weight)
         if bias is not None and len(bias) > 1:
             chosen = bias < 0
+            if seen.message.sign == "unknown":
+                if len(bias) == 2:
+                    raise AttackFailed(UNSIGNED)
+                chosen = chosen if int(chosen.sum()) == 1 else bias > 0
         elif weight is not None and (rows := weight.T if head.transposed else weight).shape[0] > 2:
             products = rows @ rows.T
             products.fill_diagonal_(0.0)

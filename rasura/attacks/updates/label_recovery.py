@@ -22,6 +22,8 @@ _ALIGNED = 3.0
 """Least cosine between the head's typical input and the observed one at which the sign of a bias-free head can be told, in
 multiples of what chance gives, 1 / sqrt(hidden)."""
 
+UNSIGNED = "the labels depend on the sign of the update, which is not known; state its kind (--update fedsgd: a gradient)"
+
 
 def _probe(model: nn.Module, head: Linear, rng: Generator, vocabulary: Vocabulary | None) -> tuple[Tensor, Tensor]:
     """What the model makes of random texts: mean class probabilities ``(classes,)`` and mean head input ``(hidden,)``."""
@@ -123,10 +125,11 @@ class LabelRecovery:
 
     ``labels`` lists every text's label in ascending order (not by text). At batch size 1 the label is exact; at larger sizes
     the counts lean on the head's mean prediction (``details['exact']``), and on a gradient that was not rescaled by
-    clipping. Without a granted batch size only the labels that are certainly present are listed, once each.
+    clipping. Without a granted batch size only the labels that are certainly present are listed, once each. Where the sign
+    of the update is not known, only one text and three classes or more tell a label: its delta is the largest.
 
     Raises ``NotApplicable`` for a causal model, a regression or multi-label head, and where the head's gradient is not in
-    the update; ``AttackFailed`` where noise hides the sign.
+    the update; ``AttackFailed`` where noise hides the sign, or it is not known.
     """
 
     name = "labels"
@@ -153,8 +156,13 @@ class LabelRecovery:
         if noisy and -float(deltas.min()) < 3 * off:
             raise AttackFailed("the head's gradient does not sum to zero over the labels: noise hides the sign")
         size = seen.batch_size if Grant.BATCH_SIZE in seen else None
+        labels: tuple[int, ...]
         details = {"exact": exact and size == 1 and not noisy, "from": "bias" if exact else "weight"}
-        if size is None:
+        if seen.message.sign == "unknown":
+            if size != 1 or len(deltas) < 3:
+                raise AttackFailed(UNSIGNED)
+            labels = (int(deltas.abs().argmax()),)
+        elif size is None:
             labels = tuple(int(i) for i in (deltas < 0).nonzero().flatten())
         elif size == 1:
             labels = (int(deltas.argmin()),)
