@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -175,6 +176,24 @@ def test_positions_that_a_padding_id_moves_are_refused() -> None:
     model = tiny("mpnet", "classification")
     with pytest.raises(InputError, match="at position 0"):
         verify_parts(model, VOCABULARY)
+
+
+@pytest.mark.parametrize(
+    ("head", "task", "said"),
+    [
+        ("TokenClassification", "classification", "answers for each token"),
+        ("MaskedLM", "classification", "answers for each token"),
+        ("MaskedLM", "causal", "sees the tokens that a causal language model has to predict"),
+        ("LMHeadModel", "causal", "sees the tokens that a causal language model has to predict"),
+        ("QuestionAnswering", "classification", "gives no logits"),
+    ],
+)
+def test_a_model_of_another_task_is_refused(head: str, task: Any, said: str) -> None:
+    """A step of its loss on labels of this task would be none of its training."""
+    kind = f"Bert{head}" if head.endswith("Model") else f"BertFor{head}"
+    model = getattr(transformers, kind)(tiny("bert", "classification", num_labels=2, blocks=1).config).eval()
+    with pytest.raises(InputError, match=said):
+        verify_parts(model, VOCABULARY, task)
 
 
 def test_a_one_block_decoder_is_known_to_see_only_the_past() -> None:

@@ -175,7 +175,7 @@ def _victim(
     model.to(device).eval()
     words = vocabulary(tokenizer, size)
     if attacked:
-        verify_parts(model, words)
+        verify_parts(model, words, task)
     longest = min(n for n in (_positions(model), int(tokenizer.model_max_length)) if n > 0)
     if fresh:
         _tell(name, labels, some(fresh), seed)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from rasura.core.interfaces import InputError
-from rasura.core.values import Vocabulary
+from rasura.core.values import Task, Vocabulary
 from rasura.victims.models import Parts, evaluating, parts
 from rasura.victims.positions import first_inputs, first_position
 
@@ -25,8 +25,8 @@ SAME = 1e-3
 """Relative difference up to which two inputs count as the same: float32 leaves 1e-6."""
 
 
-def verify_parts(model: nn.Module, vocabulary: Vocabulary | None = None) -> Parts:
-    """The parts of ``model``, each checked to do what attacks assume.
+def verify_parts(model: nn.Module, vocabulary: Vocabulary | None = None, task: Task | None = None) -> Parts:
+    """The parts of ``model``, each checked to do what attacks assume, and that it is one for the ``task``.
 
     - the word embedding is asked for the text's own ids, and the position embedding for one row after the other;
     - every query, key and value layer runs once per run of its block;
@@ -50,11 +50,14 @@ def verify_parts(model: nn.Module, vocabulary: Vocabulary | None = None) -> Part
     except Exception as error:  # whatever a foreign model's code raises
         first = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
         raise InputError(f"{kind} cannot be run on a text of {ids.shape[1]} tokens: {first}") from None
+    logits: Any = getattr(out, "logits", None)
+    if other := _another(task, logits, known):
+        raise InputError(f"{kind} {other}; expected a classifier with one label a text, or a causal language model")
     wrong = (
         _embeddings(watched, known, ids)
         or _attention(watched, known, ids.shape[1])
         or (known.blocks and _first_block(model, watched, known, ids))
-        or _head(watched, known, out.logits)
+        or _head(watched, known, logits)
     )
     if wrong:
         raise InputError(
@@ -124,6 +127,17 @@ class _Watched:
                 self.last[name] = out
 
         return record
+
+
+def _another(task: Task | None, logits: Any, known: Parts) -> str:
+    """What a model does that is not one for the ``task``. The step of an audit would be none of its training."""
+    if not isinstance(logits, Tensor):
+        return "gives no logits"
+    if task == "classification" and logits.dim() != 2:
+        return "answers for each token, and not once for a text"
+    if task == "causal" and known.blocks and not known.causal:
+        return "sees the tokens that a causal language model has to predict"
+    return ""
 
 
 def _embeddings(watched: _Watched, known: Parts, ids: Tensor) -> str:
