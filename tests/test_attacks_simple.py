@@ -169,13 +169,16 @@ def test_tied_rows_of_a_trained_llama(shared: Path) -> None:
     assert set(ids[:-1]) <= set(got.tokens[0]) <= set(ids)
 
 
-@pytest.mark.parametrize(("tied", "defense"), [(True, ()), (False, chain(frozen_embeddings()))])
-def test_an_output_layer_names_words_of_as_many_tokens_as_dimensions(tied: bool, defense: Defense) -> None:
+@pytest.mark.parametrize(
+    ("family", "tied", "defense"),
+    [("llama", True, ()), ("gpt2", True, ()), ("llama", False, chain(frozen_embeddings()))],
+)
+def test_an_output_layer_names_words_of_as_many_tokens_as_dimensions(family: str, tied: bool, defense: Defense) -> None:
     rows = [[CLS, *range(10 + 30 * k, 38 + 30 * k)] for k in range(4)]
-    got = read("llama", rows, "causal", defense, tied=tied)
+    got = read(family, rows, "causal", defense, tied=tied)
     named = set(got.tokens[0])
     assert (got.confidence, got.ordered, got.details["tied"]) == ("matched", False, tied)
-    assert len(named) >= 15 and len(named & {t for row in rows for t in row}) >= 0.9 * len(named)
+    assert len(named) >= 10 and len(named & {t for row in rows for t in row}) >= 0.9 * len(named)
 
 
 def test_the_output_part_under_noise_or_hidden_in_part_says_so() -> None:

@@ -43,7 +43,7 @@ def without_output_part(gradient: Tensor, mask: Tensor | None, rng: Generator) -
         basis = _span(unit[weak])
         narrow = basis.float()
         outside = (norms > 0) & ((unit - (unit @ narrow) @ narrow.T).norm(dim=1) > _OUTSIDE)
-        if basis.shape[1] < width and int(outside.sum()) <= basis.shape[1]:
+        if basis.shape[1] < width and 0 < int(outside.sum()) <= basis.shape[1]:
             return basis, outside.nonzero().flatten()
     raise AttackFailed(
         f"the tied output layer's part cannot be separated: it fills {width} dimensions or {len(order)} rows "
