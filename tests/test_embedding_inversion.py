@@ -146,6 +146,20 @@ def test_realigned_attacks_read_of_plus_what_the_others_read_without_it(name: st
         read(f"realigned-{name}", plain)
 
 
+@pytest.mark.parametrize("name", ["row-mixture", "decipherment"])
+@pytest.mark.parametrize("plus", [False, True])
+def test_training_hides_nothing_from_who_kept_what_was_uploaded(name: str, plus: bool) -> None:
+    truth = service(ObfuscationSettings(k=4, epsilon=3.0, plus=plus), texts=24)
+    trained, rng = replace(truth, uploaded=copy.deepcopy(truth.served)), generator(5)
+    with torch.no_grad():
+        for parameter in trained.served.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=rng))
+    name = f"realigned-{name}" if plus else name
+    untrained = replace(truth, served=trained.uploaded or truth.served)
+    for a, b in zip(read(name, trained).ranked, read(name, untrained).ranked, strict=True):
+        assert torch.equal(a, b)
+
+
 def test_realigned_attacks_bear_a_little_training() -> None:
     truth = service(ObfuscationSettings(k=1, plus=True), texts=24)
     rng = generator(5)

@@ -4,7 +4,7 @@ service."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -156,6 +156,11 @@ class ServiceObservation:
     reference_text: tuple[str, ...] = ()
     vectors: tuple[Tensor, ...] = ()
     uploaded: torch.nn.Module | None = None
+
+    @property
+    def as_uploaded(self) -> ServiceObservation:
+        """The same ids beside the model as it was uploaded: training changes no id, and the operator has both models."""
+        return self if self.uploaded is None else replace(self, served=self.uploaded, uploaded=None)
 
 
 @dataclass(frozen=True)

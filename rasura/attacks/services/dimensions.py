@@ -107,6 +107,8 @@ class Realigned:
     def __call__(self, seen: ServiceObservation, *, rng: torch.Generator, budget: Budget) -> TokenReading:
         if not seen.mechanism.parameters.get("plus"):
             raise NotApplicable(f"the hidden dimension is not mixed; use {self.inner.name}")
+        if isinstance(self.inner, RowMixture | Decipherment):
+            seen = seen.as_uploaded
         found = mixing(seen)
         told = replace(seen.mechanism, parameters={**seen.mechanism.parameters, "plus": False})
         if self.mixes_public:

@@ -1,10 +1,10 @@
 """Rows as mixtures (ours): which public rows an obfuscated one is made of, then which of them it stands for.
 
 A row that was mixed from its cluster is a non-negative combination of some ten public rows: ``members`` finds them exactly.
-Of rows that training has moved, least squares finds the near ones that make them best. Which of them is the row's own token,
-the weights tell by their size and, better, by the mechanism, which is not secret: the logarithms of the weights are known up
-to Laplace noise once the token is. Each public token belongs to one row only, which a matching uses; then a language model
-decides between the rest.
+Training moves rows, but not the ids, so those are read that were uploaded. Of rows that are no exact mixture, least squares
+finds the near ones that make them best. Which of them is the row's own token, the weights tell by their size and, better, by
+the mechanism, which is not secret: the logarithms of the weights are known up to Laplace noise once the token is. Each token
+belongs to one row only, which a matching uses; then a language model decides between the rest.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class RowMixture:
 
     def __call__(self, seen: ServiceObservation, *, rng: torch.Generator, budget: Budget) -> TokenReading:
         announced(seen)
-        tables = Tables(seen)
+        tables = Tables(seen.as_uploaded)
         scores = candidates(tables, None, cluster=cluster_size(seen))
         return tables.reading(ranking(matched(scores), scores), candidates=sum(map(len, scores)) / len(scores))
 
@@ -159,7 +159,7 @@ class Decipherment:
     sweeps: dict[str, int] = field(default_factory=lambda: {"quick": 2, "default": 4, "paper": 8})
 
     def __call__(self, seen: ServiceObservation, *, rng: torch.Generator, budget: Budget) -> TokenReading:
-        tables = Tables(seen)
+        tables = Tables(seen.as_uploaded)
         calibrated = bool(seen.mechanism.parameters.get("calibrated"))
         scores = candidates(tables, announced(seen), calibrated, cluster=cluster_size(seen))
         usual = frequencies(seen).probabilities
