@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rasura.attacks.services.members import joined, members, pursued
+from rasura.attacks.services.members import COARSEST, FINEST, exactness, joined, members, pursued
 from rasura.core.rng import generator
 from rasura.service_protections.obfuslm.model import obfuscate_embedding
 from rasura.service_protections.obfuslm.settings import ObfuscationSettings
@@ -25,20 +25,20 @@ def mixed(rows: int, width: int, settings: ObfuscationSettings) -> tuple[Tensor,
 @pytest.mark.parametrize("k", [1, 4])
 def test_a_row_shows_the_cluster_that_it_was_mixed_from(k: int, calibrated: bool) -> None:
     table, served, tokens = mixed(120, 96, ObfuscationSettings(k, 0.1, calibrated=calibrated))
-    alone = pursued(served, table, torch.arange(120), 32)
+    alone = pursued(served, table, torch.arange(120), 32, FINEST)
     for one, row in zip(alone, served, strict=True):
         assert one is not None and sum(one.values()) == pytest.approx(1, abs=1e-4)
         again = (torch.tensor(list(one.values()))[:, None] * table[list(one)]).sum(0)
         assert torch.allclose(again, row, atol=1e-4)
-    found = members(served, served, table, torch.arange(120), k)
+    found = members(served, served, table, torch.arange(120), k, FINEST)
     assert sum(one is not None and own in one for one, own in zip(found, tokens.tolist(), strict=True)) > 0.9 * len(served)
 
 
 def test_rows_that_lost_their_small_weights_show_the_cluster_together() -> None:
     table, served, tokens = mixed(400, 128, ObfuscationSettings(12, 0.1, calibrated=True))
     some, every = torch.arange(0, 400, 10), torch.arange(400)
-    alone = pursued(served[some], table, every, 36)
-    found = members(served[some], served, table, every, 12)
+    alone = pursued(served[some], table, every, 36, FINEST)
+    found = members(served[some], served, table, every, 12, FINEST)
     held = [
         sum(one is not None and own in one for one, own in zip(r, tokens[some].tolist(), strict=True))
         for r in (alone, found)
@@ -51,10 +51,20 @@ def test_what_is_no_mixture_of_few_rows_is_none() -> None:
     table, served, _ = mixed(120, 48, ObfuscationSettings(4, 0.1))
     moved = served + 1e-3 * torch.randn(served.shape, generator=generator(5))
     moved[0] = torch.nan
-    assert pursued(moved, table, torch.arange(120), 12) == [None] * 120
-    assert members(moved, moved, table, torch.arange(120), 4) == [None] * 120
+    assert pursued(moved, table, torch.arange(120), 12, COARSEST) == [None] * 120
+    assert members(moved, moved, table, torch.arange(120), 4, COARSEST) == [None] * 120
 
 
 def test_clusters_join_where_rows_share_a_member() -> None:
-    found = joined([{1: 0.5, 2: 0.5}, None, {3: 1.0}, {2: 0.9, 4: 0.1}])
+    found = joined([{1: 0.5, 2: 0.5}, None, {3: 1.0}, {2: 0.9, 4: 0.1}, {4: 1.0, 3: 1e-7}], 1e-6)
     assert {t: sorted(group) for t, group in found.items()} == {1: [1, 2, 4], 2: [1, 2, 4], 4: [1, 2, 4], 3: [3]}
+
+
+def test_special_rows_tell_how_exact_a_table_is() -> None:
+    table = torch.randn(20, 8, generator=generator(1))
+    assert exactness(table, table, [0, 1]) == FINEST
+    assert FINEST < exactness(table * (1 + 2e-6), table, [0, 1]) < COARSEST
+    assert exactness(table + 0.1, table, [0]) == exactness(table, table, []) == COARSEST
+    assert exactness(torch.full_like(table, torch.nan), table, [0]) == COARSEST
+    table[0] = 0.0
+    assert exactness(table, table, [0, 1]) == FINEST, "padding of zeros says nothing"

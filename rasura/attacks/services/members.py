@@ -2,22 +2,25 @@
 
 Served rows are single precision, and a mixture of few public rows is no other mixture of few rows. So where public rows with
 positive weights leave nothing of a served row, they are its cluster's. Weights below that precision are lost, but rows of
-one cluster have the same members: what one does not show, the others do.
+one cluster have the same members: what one does not show, the others do. Special tokens keep their rows, so these tell how
+exact a table is.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import chain
 
 import torch
 from torch import Tensor, nn
 
-EXACT = 1e-5
-"""Part of a row that may be left: single precision leaves 1e-7, and dimensions that were mixed and put right again 1e-6."""
+FINEST, COARSEST = 1e-6, 1e-5
+"""Part of a row that may be left: single precision leaves 1e-7, and dimensions that were mixed and put right again up to
+5e-6. It is also the least weight of a public row that is surely part of a mixture: what fits the rest has less."""
 
-SURE = 1e-4
-"""Weight of a public row that is surely part of a mixture: what fits the rest of a row by chance has less."""
+ABOVE = 4.0
+"""So many times what is left of special tokens may be left of other rows."""
 
 BLOCK = 256
 """Rows that are pursued at once."""
@@ -28,16 +31,25 @@ MIN_STEPS = 32
 ENOUGH = 0.75
 """Part of the announced members that rows must show on average; otherwise all served rows are looked at."""
 
-LINK_STEPS = 12
+LINK_STEPS = 24
 """Public rows looked for in each of all served rows, which only have to show some of their members."""
 
 Found = dict[int, float]
 """A row's members, public tokens, and their weights."""
 
 
-def pursued(rows: Tensor, table: Tensor, usable: Tensor, steps: int) -> list[Found | None]:
+def exactness(served: Tensor, table: Tensor, special: Sequence[int]) -> float:
+    """The part of a ``served`` row that may be left, by what differs in the rows of the ``special`` tokens."""
+    known = [i for i in special if bool(table[i].any())]
+    away = (served[known] - table[known]).norm(dim=1) / table[known].norm(dim=1)
+    worst = float(away.max()) if known else COARSEST
+    return min(COARSEST, max(FINEST, ABOVE * worst)) if math.isfinite(worst) else COARSEST
+
+
+def pursued(rows: Tensor, table: Tensor, usable: Tensor, steps: int, exact: float) -> list[Found | None]:
     """For each of ``rows`` ``(n, hidden)`` which ``usable`` rows of the public ``table`` it was mixed from, with their
-    weights: orthogonal matching pursuit of at most ``steps`` of them. None where they are no mixture of so few."""
+    weights: orthogonal matching pursuit of at most ``steps`` of them. None where so few leave more than the part ``exact``.
+    """
     usable = usable[table[usable].isfinite().all(1)]
     public = table[usable]
     units = nn.functional.normalize(public, dim=1)
@@ -54,7 +66,7 @@ def pursued(rows: Tensor, table: Tensor, usable: Tensor, steps: int) -> list[Fou
             wanted, parts = some[at].double(), public[chosen].double().mT
             weights = torch.linalg.lstsq(parts, wanted[:, :, None]).solution
             rest = wanted - (parts @ weights)[:, :, 0]
-            ended = rest.norm(dim=1) <= EXACT * wanted.norm(dim=1)
+            ended = rest.norm(dim=1) <= exact * wanted.norm(dim=1)
             for k in (ended & (weights[:, :, 0] > 0).all(1)).nonzero().flatten().tolist():
                 found[int(at[k])] = dict(zip(usable[chosen[k]].tolist(), weights[k, :, 0].tolist()))
             left, at, chosen = rest.float()[~ended], at[~ended], chosen[~ended]
@@ -64,8 +76,8 @@ def pursued(rows: Tensor, table: Tensor, usable: Tensor, steps: int) -> list[Fou
     return out
 
 
-def joined(supports: Sequence[Found | None]) -> dict[int, tuple[int, ...]]:
-    """For each token that a row was mixed from its cluster: all tokens that such rows connect it with."""
+def joined(supports: Sequence[Found | None], sure: float) -> dict[int, tuple[int, ...]]:
+    """For each token that a row was mixed from its cluster: all tokens that weights above ``sure`` connect it with."""
     parent: dict[int, int] = {}
 
     def root(token: int) -> int:
@@ -73,7 +85,7 @@ def joined(supports: Sequence[Found | None]) -> dict[int, tuple[int, ...]]:
             parent[token] = token = parent[parent[token]]
         return token
 
-    shown = [[t for t, weight in one.items() if weight > SURE] for one in supports if one is not None]
+    shown = [[t for t, weight in one.items() if weight > sure] for one in supports if one is not None]
     for first, *others in filter(None, shown):
         for other in others:
             parent[root(other)] = root(first)
@@ -84,12 +96,12 @@ def joined(supports: Sequence[Found | None]) -> dict[int, tuple[int, ...]]:
     return {token: group for group in together.values() for token in group}
 
 
-def members(rows: Tensor, served: Tensor, table: Tensor, usable: Tensor, k: int) -> list[Found | None]:
+def members(rows: Tensor, served: Tensor, table: Tensor, usable: Tensor, k: int, exact: float) -> list[Found | None]:
     """For each of ``rows``, some of those of ``served``, its whole cluster with its weights, 0 where they are lost; None
-    where it is not a mixture. ``k``: the announced size of clusters. All of ``served`` are only pursued where ``rows`` alone
-    show too few members."""
-    found = pursued(rows, table, usable, max(3 * k, MIN_STEPS))
+    where it is not a mixture. ``k``: the announced size of clusters; ``exact``: see ``exactness``. All of ``served`` are
+    pursued only where ``rows`` alone show too few members."""
+    found = pursued(rows, table, usable, max(3 * k, MIN_STEPS), exact)
     shown = [len(one) for one in found if one is not None]
     few = bool(shown) and sum(shown) < ENOUGH * k * len(shown)
-    clusters = joined([*found, *(pursued(served[usable], table, usable, LINK_STEPS) if few else ())])
+    clusters = joined([*found, *(pursued(served[usable], table, usable, LINK_STEPS, exact) if few else ())], exact)
     return [one and dict.fromkeys(clusters.get(max(one, key=lambda t: one[t]), ()), 0.0) | one for one in found]

@@ -18,7 +18,7 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 
-from rasura.attacks.services.members import members
+from rasura.attacks.services.members import exactness, members
 from rasura.attacks.services.nearest import frequencies
 from rasura.attacks.services.tables import KEPT, Tables, nearest
 from rasura.core.answers import ServiceObservation, TokenReading
@@ -90,7 +90,8 @@ def matched(scores: list[dict[int, float]]) -> list[int]:
 def candidates(tables: Tables, epsilon: float | None, calibrated: bool = False, *, cluster: int) -> list[dict[int, float]]:
     """For each id that was sent its tokens with their log chances: by likelihood at ``epsilon``, by weight if None. They are
     those of its cluster where its row is exactly a mixture of few, or else those near it that make it best."""
-    exact = members(tables.rows, tables.served, tables.public, tables.usable, cluster)
+    left = exactness(tables.served, tables.public, sorted(tables.seen.vocabulary.special_ids))
+    exact = members(tables.rows, tables.served, tables.public, tables.usable, cluster, left)
     near, _ = nearest(tables, NEAR)
     blocks = zip(torch.split(near, 256), torch.split(tables.ids, 256))
     best = (one for some, ids in blocks for one in zip(mixtures(tables.served[ids], tables.public[some]), some))
