@@ -42,7 +42,7 @@ def exactness(served: Tensor, table: Tensor, special: Sequence[int]) -> float:
     """The part of a ``served`` row that may be left, by what differs in the rows of the ``special`` tokens."""
     known = [i for i in special if bool(table[i].any())]
     away = (served[known] - table[known]).norm(dim=1) / table[known].norm(dim=1)
-    worst = float(away.max()) if known else COARSEST
+    worst = float(away.max()) if known else 0.0
     return min(COARSEST, max(FINEST, ABOVE * worst)) if math.isfinite(worst) else COARSEST
 
 
