@@ -58,12 +58,16 @@ def test_a_page_runs_from_top_to_bottom(page: Path, tmp_path: Path, monkeypatch:
     here: dict[str, Any] = {}
     blocks = re.findall(r'^```(python|sh|toml)(?: title="(.*?)")?\n(.*?)^```', page.read_text(encoding="utf-8"), re.M | re.S)
     assert blocks
-    for kind, title, text in blocks:
-        if title:
-            Path(title).parent.mkdir(exist_ok=True)
-            Path(title).write_text(text, encoding="utf-8")
-        elif kind == "python":
-            exec(compile(text, page.name, "exec"), here)
-        else:
-            for line in filter(None, text.splitlines()):
-                run_command(line, tmp_path)
+    try:
+        for kind, title, text in blocks:
+            if title:
+                Path(title).parent.mkdir(exist_ok=True)
+                Path(title).write_text(text, encoding="utf-8")
+            elif kind == "python":
+                exec(compile(text, page.name, "exec"), here)
+            else:
+                for line in filter(None, text.splitlines()):
+                    run_command(line, tmp_path)
+    finally:
+        # flwr run starts a SuperLink that outlives it.
+        subprocess.run(["pkill", "-f", str(tmp_path / "flwr")], check=False)
