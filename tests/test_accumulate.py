@@ -13,12 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 from training_setting import RECIPE, figures, rows
 
+from rasura.attacks.updates.span.leverage import or_by_leverage
 from rasura.core.accumulation import Accumulator, gathered, needed_tokens, tokens_in, width
 from rasura.core.batches import Batch
 from rasura.core.interfaces import AttackFailed, Budget, InputError, NotApplicable, NotSent
 from rasura.core.rng import generator
 from rasura.core.threat import HONEST_SERVER, observe
-from rasura.core.values import Transcript
+from rasura.core.values import Reconstruction, Transcript
 from rasura.data.text import load_examples
 from rasura.registry import attack, parse_defense
 from rasura.runs.audit import Audit, audit
@@ -89,6 +90,26 @@ def test_span_reads_below_the_width_and_nothing_from_it_on() -> None:
         except (AttackFailed, NotApplicable):
             found = ()
         assert any(row.ids(0) in found for row in rows_of) is reads
+
+
+def test_words_that_come_often_stand_out_of_a_full_row_space() -> None:
+    """Every token lies in it, yet its directions are not equally strong."""
+    model = tiny("llama", "causal", hidden=32)
+    words = (11 + torch.randperm(280, generator=generator(0))).tolist()
+    often, rare = words[:6], words[6:42]
+    lines = [[CLS, *often, SEP]] * 12 + [[CLS, *rare[k : k + 6], SEP] for k in range(0, 36, 6)]
+    defense = parse_defense("frozen-embeddings+accumulate:1.0d")
+    truth = step(model, batch_of(lines, "causal"), defense, task="causal", vocabulary=VOCABULARY, rng=generator(0, "step"))
+    seen = observe(truth, HONEST_SERVER)
+
+    def fails() -> Reconstruction:
+        raise AttackFailed("every token lies in the row space")
+
+    guess = or_by_leverage(fails, seen)
+    assert set(guess.tokens[0]) == set(often) and (guess.confidence, guess.ordered) == ("matched", False)
+    noise = {n: torch.randn(g.shape, generator=generator(1)) for n, g in seen.gradients.items()}
+    with pytest.raises(AttackFailed, match="every token"):
+        or_by_leverage(fails, replace(seen, message=replace(seen.message, gradients=noise)))
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])

@@ -17,6 +17,7 @@ from rasura.attacks.updates.span.attended import Attended, attended
 from rasura.attacks.updates.span.completion import few_hidden, uncovered
 from rasura.attacks.updates.span.endings import finish
 from rasura.attacks.updates.span.inputs import Inputs
+from rasura.attacks.updates.span.leverage import or_by_leverage
 from rasura.attacks.updates.span.null import each_once, prefixes_believed, rows_believed, tokens_believed
 from rasura.attacks.updates.span.prefixes import Prefix, grow
 from rasura.attacks.updates.span.rows import FULL, RowSpace, block_spaces, blocks_to_read, visible_blocks
@@ -52,11 +53,10 @@ class Span:
     def __call__(self, seen: Observation, *, rng: torch.Generator, budget: Budget) -> Reconstruction:
         if not self.adaptive:
             return self._read(_as_sent(seen), rng, budget)
-        guess = self._read(seen, rng, budget)
+        guess = or_by_leverage(lambda: self._read(seen, rng, budget), seen)
         if guess.confidence == "verified" or not few_hidden(seen) or not parts(seen.model).causal:
             return guess
-        # Completing hidden entries of a nearly full row space may lose a dimension. As they were sent, they may still tell
-        # which prefixes fit; the entries that are visible then prove the texts, or nothing is gained.
+        # Completing hidden entries of a nearly full row space may lose a dimension. As sent, they may be proven.
         with suppress(NotApplicable, AttackFailed):
             sent = replace(self, adaptive=False)(seen, rng=rng, budget=budget)
             proof = prove(seen, sent.tokens) if sent.ordered else None

@@ -90,15 +90,20 @@ class RowSpace:
         return out
 
 
+def scaled(matrices: Sequence[Tensor]) -> list[Tensor]:
+    """``matrices`` with norm 1, in float64, so that none dominates the others. One that is tiny compared with the largest is
+    left out, since it would bring in the rounding of larger numbers."""
+    largest = max((float(m.norm()) for m in matrices), default=0.0)
+    return [m.double() / m.double().norm() for m in matrices if float(m.norm()) > 1e-3 * largest]
+
+
 def row_space(matrices: Sequence[Tensor]) -> RowSpace | None:
     """The common row space of gradients ``(outputs, inputs)``; None where none stands out (too many tokens, or noise).
 
     It ends at a gap of the singular values; without a gap (rounding, noise) it ends where they join the line through the
-    smaller ones, which are noise. Each matrix is first scaled to norm 1, so that none dominates the others. A matrix that is
-    tiny compared with the largest is left out, since it would bring in the rounding of larger numbers.
+    smaller ones, which are noise.
     """
-    largest = max((float(m.norm()) for m in matrices), default=0.0)
-    kept = [m.double() / m.double().norm() for m in matrices if float(m.norm()) > 1e-3 * largest]
+    kept = scaled(matrices)
     if not kept:
         return None
     stacked = torch.cat(kept)
