@@ -27,8 +27,8 @@ WEAKEST = 1e-6
 """Singular values below this share of the largest are float32's rounding, and count as this large."""
 
 DEVIATIONS = 6.0
-"""How many robust deviations below the median of all words the logarithm of a word's leverage lies. On MiniLM at .5 d, 5 % of
-the words beyond are wrong; on stories260K, with 512 words, in some updates a third or more."""
+"""How many robust deviations below the median of all words the logarithm of a word's leverage lies. On MiniLM at .5 d, 5 %
+of the words beyond are wrong; on stories260K, with 512 words, in some updates a third or more."""
 
 TIMES = 3.0
 """... and how many times below the median its leverage is: in noise, all words have nearly the same."""
