@@ -33,6 +33,9 @@ of the words beyond are wrong; on stories260K, with 512 words, in some updates a
 TIMES = 3.0
 """... and how many times below the median its leverage is: in noise, all words have nearly the same."""
 
+LEAST = 5
+"""Fewer words are none: a batch that fills the row space holds many, and in noise one or two stand out by chance."""
+
 LONGEST = 512
 """Places that are tried at most."""
 
@@ -59,7 +62,8 @@ def or_by_leverage(read: Callable[[], Reconstruction], seen: Observation) -> Rec
 
 @torch.no_grad()
 def words_by_leverage(seen: Observation) -> tuple[int, ...]:
-    """The words that stand out by the gradients of block 0 that are visible whole; none where too few rows are visible."""
+    """The words that stand out by the gradients of block 0 that are visible whole; none where these have too few rows, or
+    fewer than ``LEAST`` words stand out."""
     known = parts(seen.model)
     matrices = scaled(visible_gradients(seen, known.blocks[0].qkv))
     stacked = torch.cat(matrices) if matrices else torch.zeros(0, known.hidden)
@@ -79,7 +83,7 @@ def words_by_leverage(seen: Observation) -> tuple[int, ...]:
         empty = 0 if words else empty + 1
         if empty > EMPTY:
             break
-    return tuple(sorted(found))
+    return tuple(sorted(found)) if len(found) >= LEAST else ()
 
 
 def _standing_out(inputs: Inputs, ids: Tensor, place: int, whiten: Tensor, norms: Tensor | None) -> list[int]:
