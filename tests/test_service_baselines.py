@@ -204,8 +204,27 @@ def test_the_adversary_of_cape_learns_what_the_client_unlearns() -> None:
 def test_dp_forward_is_read_where_its_budget_is_loose() -> None:
     assert top1("preimage", service("dp-forward", epsilon=1e7)) == 1.0
     assert top1("preimage", service("dp-forward", epsilon=0.1)) < 0.6
+
+
+@pytest.mark.parametrize(
+    ("name", "loose", "tight"),
+    [
+        ("dp-forward", {"epsilon": 2000.0}, {"epsilon": 0.1}),
+        ("cape", {"epsilon": 10.0}, {"epsilon": 0.01}),
+        ("textobfuscator", {"noise": 1.0}, {"noise": 1000.0}),
+    ],
+)
+def test_states_behind_blocks_are_read_through_their_noise(name: str, loose: dict[str, Any], tight: dict[str, Any]) -> None:
+    made = service(name, depth=2, **loose)
+    assert top1("preimage", made) > max(0.6, top1("invbert", made) + 0.2)
+    assert top1("preimage", service(name, depth=2, **tight)) < 0.6
+
+
+def test_what_an_unknown_change_sends_is_not_said_to_be_read() -> None:
+    made = service("textobfuscator", depth=2)
+    made.served.change = type("Own", (Change,), {"forward": lambda self, states, mask: states})()
     with pytest.raises(NotApplicable, match="closed form"):
-        read("preimage", service("dp-forward", depth=2))
+        read("preimage", made)
 
 
 def test_glide_reflections_keep_all_distances() -> None:

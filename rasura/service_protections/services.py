@@ -174,7 +174,6 @@ DP_FORWARD = ServiceProtectionSpec(
     make=dp_forward,
     example="dp-forward:epsilon=1.0",
     known_by=("preimage", "invbert"),
-    known_by_with={"depth": ("invbert",)},
 )
 
 SENTINEL = ServiceProtectionSpec(
@@ -192,7 +191,7 @@ CAPE = ServiceProtectionSpec(
     source="Plant et al. 2021 (CAPE), sec. 3",
     make=cape,
     example="cape",
-    known_by=("invbert",),
+    known_by=("preimage", "invbert"),
 )
 
 TEXTOBFUSCATOR = ServiceProtectionSpec(
@@ -201,5 +200,5 @@ TEXTOBFUSCATOR = ServiceProtectionSpec(
     source="Zhou et al. 2023 (TextObfuscator), sec. 3",
     make=text_obfuscator,
     example="textobfuscator",
-    known_by=("invbert",),
+    known_by=("preimage", "invbert"),
 )

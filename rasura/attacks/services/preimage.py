@@ -1,8 +1,9 @@
 """Preimages (ours): which token the announced mechanism most likely drew from, by Bayes with what language is likely.
 
 Replaced tokens (SANTEXT+, CUSTEXT+) and Gaussian noise on the word embedding (DP-Forward) have likelihoods that anyone can
-compute. Every draw is independent, so each place is decoded separately: first with how often tokens occur, then, place by
-place in some sweeps, with the tokens around it as they are read so far (trigrams of the reference text).
+compute. For states from behind a block (DP-Forward, CAPE, TextObfuscator), ``templates`` estimates them. Every draw is
+independent, so each place is decoded separately: first with how often tokens occur, then, place by place in some sweeps,
+with the tokens around it as they are read so far (trigrams of the reference text).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from rasura.attacks.services.nearest import frequencies
 from rasura.attacks.services.tables import KEPT, Tables
+from rasura.attacks.services.templates import templates
 from rasura.core.answers import ServiceObservation, TokenReading
 from rasura.core.interfaces import Budget, InputError, NotApplicable, Prior
 from rasura.core.specs import ServiceAttackSpec
@@ -22,6 +24,7 @@ from rasura.core.values import UNKNOWN
 from rasura.priors import trigrams
 from rasura.service_protections.noisy_states import MatrixGaussian
 from rasura.service_protections.replacement import replacement
+from rasura.service_protections.split import Split
 
 BLOCK = 64
 """Ids or places whose posteriors are formed at once."""
@@ -32,25 +35,26 @@ class Preimage:
     """The tokens of greatest posterior, given what was sent in their place and around it."""
 
     name: str = "preimage"
-    work: Mapping[str, tuple[int, int]] = field(
-        default_factory=lambda: {"quick": (10, 2), "default": (30, 3), "paper": (100, 5)}
+    work: Mapping[str, tuple[int, int, int]] = field(
+        default_factory=lambda: {"quick": (10, 2, 500), "default": (30, 3, 2000), "paper": (100, 5, 20000)}
     )
-    """Budget level -> tokens tried at a place, sweeps."""
+    """Budget level -> tokens tried at a place, sweeps, reference texts whose states are computed."""
 
     def __call__(self, seen: ServiceObservation, *, rng: torch.Generator, budget: Budget) -> TokenReading:
-        tables = Tables(seen)
+        tables, (tried, sweeps, count) = Tables(seen), self.work[budget.level]
         usual = frequencies(seen).probabilities
         prior = usual.clamp_min(1e-12).log()
         prior[sorted(seen.vocabulary.special_ids)] = -torch.inf
-        name = seen.mechanism.name
+        name, split = seen.mechanism.name, seen.served
         if name in ("santext+", "custext+"):
             made = replacement(seen.mechanism, tables.public, seen.vocabulary)
             likelihoods = [made.likelihoods(some) for some in torch.split(tables.ids, BLOCK)]
         elif name == "dp-forward" and seen.mechanism.parameters["depth"] == 0:
             likelihoods = list(torch.split(gaussian(tables, usual), BLOCK))
+        elif isinstance(split, Split) and (estimated := templates(tables, split, count)) is not None:
+            likelihoods = list(torch.split(estimated, BLOCK))
         else:
             raise NotApplicable(f"the likelihood of what {name} sends is not known in closed form")
-        tried, sweeps = self.work[budget.level]
         tried = max(KEPT, min(tried, len(tables.usable)))
         best = torch.cat([(prior + some.double()).topk(tried, dim=1).indices for some in likelihoods])
         try:

@@ -132,11 +132,7 @@ def own_service(seen: ServiceObservation, count: int, seed: int) -> OwnService:
 
     Keys and noise are its own. Where states are sent the client's half, trained or not, is that of every client.
     """
-    words = seen.vocabulary
-    coded = [[*words.prefix, *words.encode(t), *words.suffix] for t in seen.reference_text[:count]]
-    ids = [t for t in coded if len(words.prefix) + len(words.suffix) < len(t) <= LONGEST]
-    if not ids:
-        raise NotApplicable(f"no reference text has 1 to {LONGEST} tokens to learn from")
+    words, ids = seen.vocabulary, reference_ids(seen, count)
     rng, told = generator(seed, "own"), dict[str, Any](seen.mechanism.parameters)
     if isinstance(seen.served, Split):
         return OwnService(seen, seen.served, ids, ids, states_sent(seen.served, ids, rng))
@@ -154,6 +150,17 @@ def own_service(seen: ServiceObservation, count: int, seed: int) -> OwnService:
         case name:
             raise NotApplicable(f"the protection {name} is unknown, so the adversary cannot build such a service")
     return OwnService(seen, made.served.eval(), ids, list(map(list, made.sent(ids, rng))))
+
+
+def reference_ids(seen: ServiceObservation, count: int) -> list[list[int]]:
+    """The ids of up to ``count`` reference texts, special ones included. Raises ``NotApplicable`` where none has a usable
+    length."""
+    words = seen.vocabulary
+    coded = [[*words.prefix, *words.encode(t), *words.suffix] for t in seen.reference_text[:count]]
+    ids = [t for t in coded if len(words.prefix) + len(words.suffix) < len(t) <= LONGEST]
+    if not ids:
+        raise NotApplicable(f"no reference text has 1 to {LONGEST} tokens to learn from")
+    return ids
 
 
 def _received(split: nn.Module, vectors: Tensor, last: bool) -> Tensor:
