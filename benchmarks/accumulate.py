@@ -2,6 +2,7 @@
 
 python benchmarks/accumulate.py MODEL TEXTS.parquet --task causal --cut 8
 python benchmarks/accumulate.py minilm TEXTS.parquet
+python benchmarks/accumulate.py minilm TEXTS.parquet --leverage --counted --widths 1,1.5,2    # words by leverage alone
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 
 import torch
 
+from rasura.attacks.updates.span.leverage import words_by_leverage
 from rasura.core.accumulation import counted, tokens_in, width
 from rasura.core.batches import Batch
 from rasura.core.interfaces import AttackFailed, Budget, NotApplicable
@@ -49,6 +51,14 @@ def mean_of(values: list[int]) -> float:
     return sum(values) / len(values)
 
 
+def by_leverage(steps: list[Transcript], asked: str, least: int) -> str:
+    """A row on the words that stand out of the row space: how many, how many of them are right, and of how many."""
+    bags = [set(words_by_leverage(observe(sent, HONEST_SERVER))) for sent in steps]
+    held = [set(tokens_in(s.text_batch.inputs())) - s.vocabulary.special_ids for s in steps]
+    named, right, every = (sum(map(len, some)) for some in (bags, [a & b for a, b in zip(bags, held)], held))
+    return f"| {asked} | {least} | {len(steps)} | {named} | {right} | {every} |"
+
+
 def main() -> None:
     """Fill updates to each multiple of the width, attack them, and print a row a multiple."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -59,6 +69,7 @@ def main() -> None:
     parser.add_argument("--defense", default="none", help="what else protects")
     parser.add_argument("--widths", default="0.1,0.25,0.5,0.75,0.9,1,1.25,1.5,2")
     parser.add_argument("--counted", action="store_true", help="widths are of the tokens that accumulate counts")
+    parser.add_argument("--leverage", action="store_true", help="words by leverage alone, in place of attacks")
     parser.add_argument("--cut", type=int, default=None, help="tokens of a text at most")
     parser.add_argument("--draws", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
@@ -69,8 +80,12 @@ def main() -> None:
     metrics = {name: metric(name) for name in METRICS}
     defense, d = parse_defense(options.defense), width(victim.model)
     start = time.process_time()
-    print(f"| at least | tokens / d | counted / d | texts | attack | {' | '.join(METRICS)} | silent | CPU s |")
-    print("|---" * (7 + len(METRICS)) + "|")
+    if options.leverage:
+        print("| d | counted tokens at least | updates | words named | right | words in the updates |")
+        print("|---" * 6 + "|")
+    else:
+        print(f"| at least | tokens / d | counted / d | texts | attack | {' | '.join(METRICS)} | silent | CPU s |")
+        print("|---" * (7 + len(METRICS)) + "|")
     for asked in options.widths.split(","):
         least = math.ceil(float(asked) * d)
         steps: list[Transcript] = []
@@ -81,6 +96,9 @@ def main() -> None:
             rng = generator(options.seed, "step", asked, draw)
             batch = joined(rows, victim.vocabulary.pad_id or 0)
             steps.append(step(victim.model, batch, defense, task=victim.task, vocabulary=victim.vocabulary, rng=rng))
+        if options.leverage:
+            print(by_leverage(steps, asked, least), flush=True)
+            continue
         held = [sum(s.text_batch.lengths) for s in steps]
         different = [len(tokens_in(s.text_batch.inputs())) for s in steps]
         for name in options.attack.split(","):
