@@ -1,8 +1,9 @@
 """Sending an update only when it contains enough tokens. Nothing is added or hidden; the client waits.
 
 Span attacks read a batch whose different tokens are fewer than the model is wide (DAGER's limit on the batch). With
-``accumulate:1.0d`` no such update is sent. It does not stop attacks on the word embedding's gradient, whose rows name the
-words at any batch size (freeze the embeddings), or matching attacks, which have no such limit.
+``accumulate:1.0d`` no such update is sent. Words still stand out of the full space (``span.leverage``). It does not stop
+attacks on the word embedding's gradient, whose rows name the words at any batch size (freeze the embeddings), or matching
+attacks, which have no such limit.
 """
 
 from __future__ import annotations
