@@ -234,7 +234,7 @@ def test_a_service_that_generates_is_read_in_prompts_and_answers(tmp_path: Path)
     assert len(rows) == len(audit.cells) == len(store)
     plain, permuted = (rows[p, "client", "trained"] for p in ("none", "obfuslm:k=1"))
     # The client decodes what the plain model would have written, whatever ids the server saw.
-    told = {p: audit._answers(partial(audit._trained, p, partial(audit._uploaded, p))) for p in protections}
+    told = {p: audit._answers(partial(audit._trained, p, partial(audit._uploaded, p, 0))) for p in protections}
     assert told["none"] == told["obfuslm:k=1"] and plain.scores == permuted.scores
     for answer, ids in zip(told["none"], audit.ids):
         assert len(answer) == len(ids) - len(ids) // 2 or answer[-1] == SEP
