@@ -52,7 +52,7 @@ Clients = Annotated[str | None, typer.Option(help="audit the sum of so many clie
 ShowText = Annotated[bool, typer.Option("--show-text", help="store and show texts or images unmasked")]
 Texts = Annotated[list[str] | None, typer.Option(help="a text to audit (repeatable), instead of FILE")]
 Service = Annotated[
-    bool, typer.Option("--service", help="audit a model service: its operator reads the data sent, by service-attacks")
+    bool, typer.Option("--service", help="audit a model service, by service-protections and service-attacks")
 ]
 Kinds = Annotated[str | None, typer.Option(help="kinds of update, separated by commas; see: rasura list update-kinds")]
 

@@ -189,6 +189,12 @@ class Observation(Granted):
         visible."""
         return self.message.visible
 
+    def whole(self, name: str | None) -> Tensor | None:
+        """The clear gradient called ``name``, where all of it is visible."""
+        if name is None or name not in self.gradients or (name in self.visible and not bool(self.visible[name].all())):
+            return None
+        return self.gradients[name]
+
     @property
     def model(self) -> torch.nn.Module:
         """The adversary's own copy of the trained model, in eval mode, without gradients."""

@@ -99,9 +99,10 @@ def _step(
         wanted = max(texts_needed(HOLDS_WITHIN), 2 * n if n >= texts_needed(HOLDS_WITHIN) else 0)
         many = recorded(v.many)
         keys: dict[str, Any] = {"keys": wanted} if v.keys else {}
-        says = tell("Measure at least {count} {many}.", count=wanted, many=many)
         if keys:
             says = tell("Measure at least {count} {many}, behind as many keys.", count=wanted, many=many)
+        else:
+            says = tell("Measure at least {count} {many}.", count=wanted, many=many)
         made = command("audit", _named(plan), defenses=[v.defense], limit=max(wanted, v.n), out="runs/next", **keys)
         return Step(says + _own_file(plan), made)
     if plan.get("task") == "vision":

@@ -10,7 +10,7 @@ belongs to one row only, which a matching uses; then a language model decides be
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -87,23 +87,28 @@ def matched(scores: list[dict[int, float]]) -> list[int]:
     return [names[c] if c < len(names) else max(s, key=lambda t: s[t]) for c, s in zip(chosen.tolist(), scores)]
 
 
+def _near(tables: Tables, which: list[int]) -> Iterator[tuple[Tensor, Tensor]]:
+    """For each of the rows numbered ``which`` the weights of the near public rows that make it best, and their tokens."""
+    if not which:
+        return
+    near, rows = nearest(tables, NEAR)[0][which], tables.rows[which]
+    for some, wanted in zip(torch.split(near, 256), torch.split(rows, 256)):
+        for weights, names in zip(mixtures(wanted, tables.public[some]), some):
+            kept = weights > MIN_PROBABILITY * weights.sum()
+            kept = kept if bool(kept.any()) else torch.arange(len(weights)) < KEPT
+            yield weights[kept], names[kept]
+
+
 def candidates(tables: Tables, epsilon: float | None, calibrated: bool = False, *, cluster: int) -> list[dict[int, float]]:
     """For each id that was sent its tokens with their log chances: by likelihood at ``epsilon``, by weight if None. They are
     those of its cluster where its row is exactly a mixture of few, or else those near it that make it best."""
     left = exactness(tables.served, tables.public, sorted(tables.seen.vocabulary.special_ids))
     exact = members(tables.rows, tables.served, tables.public, tables.usable, cluster, left)
-    near, _ = nearest(tables, NEAR)
-    blocks = zip(torch.split(near, 256), torch.split(tables.ids, 256))
-    best = (one for some, ids in blocks for one in zip(mixtures(tables.served[ids], tables.public[some]), some))
+    near = _near(tables, [k for k, own in enumerate(exact) if own is None])
     out: list[dict[int, float]] = []
-    for (row, names), own in zip(best, exact):
-        if own is None:
-            kept = row > MIN_PROBABILITY * row.sum()
-            kept = kept if bool(kept.any()) else torch.arange(len(row)) < KEPT
-            row, names = row[kept], names[kept]
-        else:
-            row, names = torch.tensor(list(own.values())), torch.tensor(list(own))
-        weights = row.clamp_min(LOST)
+    for own in exact:
+        weights, names = next(near) if own is None else (torch.tensor([*own.values()]), torch.tensor([*own]))
+        weights = weights.clamp_min(LOST)
         if epsilon is None or len(names) == 1:
             chance = (weights / weights.sum()).double().log()
         else:
@@ -137,7 +142,7 @@ def cluster_size(seen: ServiceObservation) -> int:
 
 @dataclass(frozen=True)
 class RowMixture:
-    """Least squares on the nearest public rows, and the matching by weight."""
+    """The public rows that make each row, and the matching by weight."""
 
     name: str = "row-mixture"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch import Generator, Tensor
+from torch import Generator
 
 from rasura.attacks.updates.label_recovery import UNSIGNED
 from rasura.core.interfaces import AttackFailed, Budget, NotApplicable
@@ -34,7 +34,7 @@ class IDLG:
         head = parts(seen.model).head if seen.task == "classification" else None
         if head is None or not one_class_each(seen.model):
             raise NotApplicable("the model has no single-label classification head of two classes or more")
-        bias, weight = _whole(seen, head.bias), _whole(seen, head.weight)
+        bias, weight = (None if g is None else g.double().cpu() for g in map(seen.whole, (head.bias, head.weight)))
         if bias is not None and len(bias) > 1:
             chosen = bias < 0
             if seen.message.sign == "unknown":
@@ -50,13 +50,6 @@ class IDLG:
         if int(chosen.sum()) != 1:
             raise AttackFailed(f"{int(chosen.sum())} classes have the sign of a label; expected the one of a single example")
         return Reconstruction((), "none", labels=(int(chosen.int().argmax()),))
-
-
-def _whole(seen: Observation, name: str | None) -> Tensor | None:
-    """The gradient called ``name``, where all of it was sent."""
-    if name is None or name not in seen.gradients or (name in seen.visible and not bool(seen.visible[name].all())):
-        return None
-    return seen.gradients[name].double().cpu()
 
 
 SPEC = AttackSpec(

@@ -31,10 +31,8 @@ def shows_noise(seen: Observation) -> bool:
 
 
 def _whole(seen: Observation, name: str) -> torch.Tensor | None:
-    gradient = seen.gradients.get(name)
-    if gradient is None or (name in seen.visible and not bool(seen.visible[name].all())) or not bool(gradient.any()):
-        return None
-    return gradient.double()
+    gradient = seen.whole(name)
+    return None if gradient is None or not bool(gradient.any()) else gradient.double()
 
 
 def _words(seen: Observation) -> bool:

@@ -109,9 +109,8 @@ def own_output(seen: Observation, found: Parts) -> str | None:
     """The output layer of a causal model that has one of its own, where all of its gradient is visible."""
     if seen.task != "causal" or found.tied or found.head is None:
         return None
-    name = found.head.weight
-    there = name in seen.gradients and bool(seen.gradients[name].isfinite().all())
-    return name if there and (name not in seen.visible or bool(seen.visible[name].all())) else None
+    gradient = seen.whole(found.head.weight)
+    return found.head.weight if gradient is not None and bool(gradient.isfinite().all()) else None
 
 
 def weights_of(seen: Observation, name: str) -> Tensor:

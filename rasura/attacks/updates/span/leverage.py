@@ -42,19 +42,15 @@ LONGEST = 512
 
 def or_by_leverage(read: Callable[[], Reconstruction], seen: Observation) -> Reconstruction:
     """What ``read`` gives; the bag of words by leverage where that fails, or has no proof and names fewer words."""
-    failed: AttackFailed | None = None
-    guess: Reconstruction | None = None
     try:
         guess = read()
-    except AttackFailed as error:
-        failed = error
-    if guess is not None and guess.confidence != "matched":
-        return guess
-    bag = words_by_leverage(seen)
-    if guess is not None and len(bag) <= len({t for text in guess.tokens for t in text} - seen.vocabulary.special_ids):
-        return guess
-    if not bag and failed is not None:
-        raise failed
+    except AttackFailed:
+        if not (bag := words_by_leverage(seen)):
+            raise
+    else:
+        named = {t for text in guess.tokens for t in text} - seen.vocabulary.special_ids
+        if guess.confidence != "matched" or len(bag := words_by_leverage(seen)) <= len(named):
+            return guess
     size = seen.batch_size if Grant.BATCH_SIZE in seen else 1
     details = {"distinct_tokens": len(bag), "by_leverage": True}
     return in_span((bag,) * size, seen, believed=False, ordered=False, details=details)

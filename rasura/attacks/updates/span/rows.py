@@ -138,13 +138,8 @@ def _above_noise(values: Tensor) -> int:
 
 def visible_gradients(seen: Observation, linears: Sequence[Linear]) -> list[Tensor]:
     """Gradients of those ``linears`` that the adversary sees whole, as ``(outputs, inputs)``."""
-    out = []
-    for lin in linears:
-        gradient = seen.gradients.get(lin.weight)
-        mask = seen.visible.get(lin.weight)
-        if gradient is not None and (mask is None or bool(mask.all())):
-            out.append(gradient.T if lin.transposed else gradient)
-    return out
+    whole = ((lin, seen.whole(lin.weight)) for lin in linears)
+    return [gradient.T if lin.transposed else gradient for lin, gradient in whole if gradient is not None]
 
 
 def masked_gradients(seen: Observation, linears: Sequence[Linear]) -> tuple[list[Tensor], list[Tensor]]:
