@@ -190,7 +190,7 @@ class Observation(Granted):
         return self.message.visible
 
     def whole(self, name: str | None) -> Tensor | None:
-        """The clear gradient called ``name``, where all of it is visible."""
+        """The clear gradient called ``name``, with the shape of its parameter; None unless all of it is visible."""
         if name is None or name not in self.gradients or (name in self.visible and not bool(self.visible[name].all())):
             return None
         return self.gradients[name]
