@@ -188,7 +188,7 @@ def own_training(multiplier: float) -> tuple[float, float, float]:
 
 def test_this_packages_own_training_keeps_its_claim() -> None:
     pytest.importorskip("opacus")
-    claim, general, gaussian = own_training(2.1)
-    assert 3 < claim < 4.5
-    # Its noise is never the same twice; a bound of 0, or above the claim, comes once in thousands of runs.
+    claim, general, gaussian = own_training(1.0)
+    assert 9 < claim < 12
+    # Its noise is never the same twice. Of 200 runs the fewest right guesses were 86 of 100; a bound of 0 needs 61.
     assert 0 < general < claim and 0 < gaussian < claim
