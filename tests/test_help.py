@@ -69,6 +69,21 @@ def test_every_argument_and_option_says_what_it_is() -> None:
     assert [name for name, help_ in found.items() if not help_] == []
 
 
+def test_an_option_of_one_value_is_not_given_twice() -> None:
+    """Only the last would count, and what was asked first would be left out without a word."""
+    group: Any = typer.main.get_command(app)
+    asked = 0
+    for name, command in commands(group):
+        for option in command.params:
+            if option.param_type_name == "option" and not option.multiple and not option.is_flag:
+                with pytest.raises(Exception, match=f"{option.opts[0]} is given 2 times; give it once"):
+                    command.make_context(name, [option.opts[0], "1", option.opts[0], "2"])
+                asked += 1
+    assert asked > 200
+    repeated = group.commands["audit"].make_context("audit", ["--text", "a", "--text", "b", "--json", "--json"])
+    assert list(repeated.params["text"]) == ["a", "b"]
+
+
 def test_the_defaults_that_help_shows_are_those_of_the_plan() -> None:
     plan, shown = Plan(), {o.name: o.show_default for o in options("audit")}
     for option, field in PLANNED.items():

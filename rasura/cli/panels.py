@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from inspect import unwrap
 from typing import Any, get_type_hints
@@ -131,6 +132,15 @@ class Panelled(TyperCommand):
                 parameter.show_default = unset[parameter.name]
         order = [*PANELS]
         self.params.sort(key=lambda p: _place(p, panels, order))
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """As typer does, but an option with one value that is given twice is refused: only its last value would count."""
+        given: list[Any] = self.make_parser(ctx).parse_args(args=list(args))[2]
+        for parameter, times in Counter(p for p in given if p.param_type_name == "option").items():
+            if times > 1 and not parameter.multiple and not parameter.is_flag:
+                together = ", with its values separated by commas" if "commas" in (parameter.help or "") else ""
+                ctx.fail(f"{parameter.opts[0]} is given {times} times; give it once{together}")
+        return super().parse_args(ctx, args)
 
 
 def _told_of(function: Any) -> dict[str, str]:
