@@ -20,7 +20,8 @@ from rasura.defenses.homomorphic_keys import make_keys
 from rasura.defenses.sealing import Sealing, agreed_scales, flattened, mask, sealing, unflattened
 from rasura.defenses.significance import NAMED, scores, sensitivity
 from rasura.registry import attack, parse_defense
-from rasura.testing.tiny import CLS, SEP, VOCABULARY, batch_for, batch_of, tiny
+from rasura.testing.tiny import CAUSAL_VOCABULARY, CLS, SEP, VOCABULARY, batch_for, batch_of, tiny
+from rasura.victims.models import parts
 from rasura.victims.step import step
 
 INPUTS = batch_for("classification", 1).inputs()
@@ -239,6 +240,32 @@ def test_the_positions_of_sealed_or_dropped_entries_name_the_words(defense: str)
 def test_a_mask_from_weights_or_chance_names_nothing(defense: str) -> None:
     with pytest.raises(AttackFailed, match="weights or chance"):
         attempt("mask-positions", defense)
+
+
+@pytest.mark.parametrize("threat", ["honest-server", "with-lengths"])
+@pytest.mark.parametrize(
+    ("tied", "defense"),
+    [(True, "sealing:grad=0.1"), (True, "pruning:0.9"), (False, "frozen-embeddings+sealing:grad=0.1"),
+     (False, "frozen-embeddings+pruning:0.9")],
+)  # fmt: skip
+def test_the_positions_in_an_output_layer_name_the_words_that_follow(tied: bool, defense: str, threat: str) -> None:
+    """Every row of it is filled. An output layer of its own has no large row for the first token, which follows none."""
+    model, text = tiny("llama", "causal", tied=tied), batch_for("causal", 1)
+    sent = step(model, text, parse_defense(defense), task="causal", vocabulary=CAUSAL_VOCABULARY, rng=generator(0))
+    found = attack("mask-positions")(observe(sent, THREATS[threat]), rng=generator(1), budget=Budget())
+    words = set(text.ids(0)) if tied else set(text.ids(0)[1:])
+    assert words <= set(found.tokens[0]) and len(found.tokens[0]) <= len(words) + 2
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_sealed_embeddings_leave_no_positions_in_an_output_layer_either(tied: bool) -> None:
+    model, text = tiny("gpt2", "causal", tied=tied), batch_for("causal", 1)
+    sealed = parse_defense("sealing:grad=0.3/embeddings=sealed")
+    sent = step(model, text, sealed, task="causal", vocabulary=CAUSAL_VOCABULARY, rng=generator(0))
+    head = parts(model).head
+    assert head is not None and not sent.message.visible[parts(model).word_embedding if tied else head.weight].any()
+    with pytest.raises(NotApplicable, match="no positions"):
+        attack("mask-positions")(observe(sent, THREATS["honest-server"]), rng=generator(1), budget=Budget())
 
 
 @pytest.mark.parametrize("defense", ["none", "sealing:all", "sealing:grad=0.3/embeddings=sealed"])

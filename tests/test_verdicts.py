@@ -447,6 +447,8 @@ def test_every_protection_names_the_attacks_that_know_it() -> None:
     assert knowing("frozen-embeddings+accumulate:1.0d") == (("span",), ()), "no embedding's gradient, no bag from it"
     assert knowing("accumulate:9") == (("embedding-rows", "span"), ()) and knowing("none") == ((), ())
     assert knowing("frozen-embeddings+sealing:grad=0.1") == (("span",), ())
+    own = [adversaries(f"frozen-embeddings{more}", own_output=True).attacks for more in ("", "+sealing:grad=0.1")]
+    assert own == [("span", "embedding-rows"), ("span", "embedding-rows", "mask-positions")], "its rows belong to tokens"
     assert knowing("cloak:3+none") == ((), ("cloak",))
     assert knowing("gaussian:0.1", images=True) == ((), ("gaussian",)) and knowing("fp16", images=True) == ((), ())
     assert adversaries("pruning:0.9").protection_readers == ("mask-positions",)

@@ -1,4 +1,4 @@
-"""The word embedding of a Hugging Face model, behind whatever an adapter put around it."""
+"""The word embedding and the output layer of a Hugging Face model, behind whatever an adapter put around them."""
 
 from __future__ import annotations
 
@@ -36,6 +36,18 @@ def token_rows(model: nn.Module) -> Tensor:
         ids = torch.arange(token_count(model), device=inner.weight.device)
         rows: Tensor = inner.weight if layer is inner else layer(ids)
     return rows.detach()
+
+
+def output_layer(model: nn.Module) -> nn.Module | None:
+    """The layer of a language ``model`` that gives a number to each token; None for other models."""
+    layer = getattr(model, "get_output_embeddings", lambda: None)()
+    return layer if isinstance(layer, nn.Module) else None
+
+
+def has_own_output_layer(model: nn.Module) -> bool:
+    """Whether ``model`` has an output layer whose weight is not its word embedding."""
+    layer = output_layer(model)
+    return layer is not None and getattr(_innermost(layer), "weight", None) is not _innermost(_embedding(model)).weight
 
 
 def _embedding(model: nn.Module) -> Any:

@@ -76,7 +76,7 @@ EMBEDDINGS = DefenseSpec(
     make=frozen_embeddings,
     example="frozen-embeddings",
     tasks=TEXT,
-    known_by=("span",),
+    known_by=("span", "embedding-rows"),
 )
 
 BLOCKS = DefenseSpec(

@@ -24,6 +24,7 @@ from rasura.core.rng import Randomness, generator
 from rasura.core.specs import DefenseSpec, Strength
 from rasura.core.values import Message, Parameter, Stage
 from rasura.core.wire import mask_digest
+from rasura.core.word_rows import output_layer
 from rasura.defenses.homomorphic import seal
 from rasura.defenses.homomorphic_keys import Context, Scheme, make_keys, parameters_for
 from rasura.defenses.significance import NAMED, SCORED, named, scores
@@ -40,9 +41,10 @@ class Sealing:
     ``metric``: one of ``SCORED``, by which the fraction ``ratio`` of all entries is sealed, or of ``NAMED``, which names
     whole tensors (``ratio`` is then None). ``scope``: the largest of all entries together (as the paper's text implies), or
     of each ``tensor``. ``embeddings``: their entries are ``counted`` like others (as printed), or the whole table is
-    ``sealed`` or left ``clear``; positions of single sealed rows name the tokens of the batch, so ``sealed`` is the safe
-    choice. ``scheme``: ``bfv``, ``ckks``, ``secagg`` (secure aggregation, which federated rounds do; an audit shows the sum
-    of a batch, one example a client), or ``none``.
+    ``sealed`` or left ``clear``. Positions of single sealed entries name the tokens of the batch; ``sealed`` leaves none,
+    and seals the output layer of a language model too, whose rows belong to tokens as well. ``scheme``: ``bfv``, ``ckks``,
+    ``secagg`` (secure aggregation, which federated rounds do; an audit shows the sum of a batch, one example a client), or
+    ``none``.
     ``clients``: the number of clients in a sum, which the keys must fit. ``noise``: under secure aggregation, the deviation
     of the noise in the sum as a multiple of ``clip``, the largest norm of a client's update; 0 for none.
     """
@@ -100,15 +102,18 @@ def mask(
     else:
         found = _largest(settings, scores(settings.metric, model, gradients, inputs, rng), _embedding_names(model))
     if settings.embeddings != "counted":
-        for n in _embedding_names(model) & set(gradients):
+        for n in _embedding_names(model, settings.embeddings == "sealed") & set(gradients):
             found[n] = torch.full(gradients[n].shape, settings.embeddings == "sealed")
     return found
 
 
-def _embedding_names(model: nn.Module) -> set[str]:
+def _embedding_names(model: nn.Module, output: bool = False) -> set[str]:
+    """The parameters of the embeddings; with those of the ``output`` layer of a language model, if wanted."""
     if not hasattr(model, "get_input_embeddings"):
         return set()  # an image classifier
     table = {id(p) for p in embedding_parameters(model)}
+    layer = output_layer(model) if output else None
+    table |= {id(p) for p in layer.parameters()} if layer is not None else set()
     return {n for n, p in model.named_parameters() if id(p) in table}
 
 

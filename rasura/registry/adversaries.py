@@ -55,10 +55,12 @@ def adversaries(
     defense: str,
     *,
     images: bool = False,
+    own_output: bool = False,
     defenses: Mapping[str, DefenseSpec] = DEFENSES,
     attacks: Mapping[str, AttackSpec] = ATTACKS,
 ) -> Adversaries:
-    """The attacks that know ``defense``, which may have unknown parts."""
+    """The attacks that know ``defense``, which may have unknown parts. ``own_output``: the model has an output layer whose
+    rows belong to tokens and that is not the word embedding, so that it is trained where the embeddings are frozen."""
     wanted: dict[str, None] = {}
     unknown = []
     names = [name.partition("/")[0] for name, _ in parts(defense)]
@@ -66,7 +68,7 @@ def adversaries(
         spec = defenses.get(name)
         known_by = None if spec is None else spec.known_by_on_images if images else spec.known_by
         able = known_by
-        if known_by and "frozen-embeddings" in names:  # no gradient of the embeddings is sent
+        if known_by and "frozen-embeddings" in names and not own_output:  # no gradient of a table of words is sent
             able = tuple(a for a in known_by if a not in attacks or not attacks[a].embedding)
         if spec is None or (known_by and not able) or not is_known(name, able, DEFENSES.own(spec), attacks):
             unknown.append(name)

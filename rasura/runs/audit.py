@@ -23,6 +23,7 @@ from rasura.core.run_store import RunStore
 from rasura.core.threat import THREATS, ThreatModel
 from rasura.core.unchanged import CHANGED
 from rasura.core.values import Grant, Reconstruction, Task, Transcript
+from rasura.core.word_rows import has_own_output_layer
 from rasura.registry import (
     REGISTERED,
     AttackLike,
@@ -73,9 +74,9 @@ class Audit:
         self.work = replace(self.plan.work, device=attacking_device(device))
         self.attacks, self.updates, self.metrics = chosen.attacks, chosen.updates, chosen.metrics
         self.defenses = chosen.defenses
-        among = partial(adversaries, images=bool(data.images), defenses=methods.defenses, attacks=methods.attacks)
-        self.known_by = {text: among(text) for text in self.defenses}
         self.victim = victim or load_victim(plan, data.num_labels, device)
+        among = partial(adversaries, images=bool(data.images), own_output=has_own_output_layer(self.victim.model))
+        self.known_by = {t: among(t, defenses=methods.defenses, attacks=methods.attacks) for t in self.defenses}
         self.own = own_methods(methods, self.attacks, self.defenses, self.metrics)
         adapters = (local.adapter for local, _ in self.updates.values())
         self.models = AuditModels(self.victim, adapters, plan.seed, bool(self.own))

@@ -3,6 +3,9 @@
 A client that seals what is large in its own gradient seals the rows of its own words, since other rows are zero; one that
 drops what is small drops the others. Whoever sees which entries are hidden needs no gradient at all. A mask from public
 weights, from chance, or from an earlier aggregate lies the same way whatever the text.
+
+A causal model's output layer, which may be the word embedding, has no row of zeros: the words that the model expected have
+large ones too. The words of the text have the largest, and how many entries of a row are hidden tells how large it is.
 """
 
 from __future__ import annotations
@@ -21,6 +24,12 @@ WINDOW = 33
 MAX_FRACTION = 0.1
 """Fraction of rows above which the rows that stand out are not words: the mask then follows something else."""
 
+MAX_FRACTION_FILLED = 0.2
+"""The same of the large rows of an output layer (measured: at most 0.15, and at least 0.27 behind masks of other kinds)."""
+
+LARGEST, LARGE = 5, 0.3
+"""Rows of an output layer are words if they are at least so large as a share of the median of the largest ones."""
+
 
 def standing_out(counts: Tensor) -> Tensor:
     """The indices of rows whose ``counts`` ``(rows,)`` of hidden entries differ from the median of the rows around them."""
@@ -30,31 +39,52 @@ def standing_out(counts: Tensor) -> Tensor:
     return (counts != usual).nonzero().flatten()
 
 
-class MaskPositions:
-    """Reads the bag of words, given once for every text, off the positions of hidden entries in the word embedding.
+def by_size(counts: Tensor, rows: Tensor, width: int) -> tuple[Tensor, int]:
+    """``rows`` of an output layer, ``width`` entries wide, the largest first, and how many of them are large; by ``counts``
+    ``(rows,)`` of hidden entries.
 
-    Raises ``NotApplicable`` where no single entries of it are hidden, ``AttackFailed`` where the mask does not follow words.
+    A row is taken for normal: of entries with deviation s, a share ``2 (1 - Phi(t / s))`` exceeds a threshold t.
+    """
+    marked = counts if float(counts.median()) < width / 2 else width - counts  # what is large is sealed, or alone is sent
+    share = (marked[rows].double() + 0.5) / (width + 1)
+    size, order = (1 / torch.special.ndtri(1 - share / 2)).sort(descending=True)
+    return rows[order], int((size >= LARGE * size[:LARGEST].median()).sum())
+
+
+class MaskPositions:
+    """Reads the bag of words, given once for every text, off the positions of hidden entries in the word embedding, or in
+    an output layer of its own where no single entries of the embedding are hidden.
+
+    Raises ``NotApplicable`` where no single entries of either are hidden, ``AttackFailed`` where the mask does not follow
+    words.
     """
 
     name = "mask-positions"
     needs = frozenset({Grant.MODEL, Grant.BASE_MODEL})
-    uses = frozenset({Grant.BATCH_SIZE})
+    uses = frozenset({Grant.BATCH_SIZE, Grant.LENGTHS})
 
     def __call__(self, seen: Observation, *, rng: Generator, budget: Budget) -> Reconstruction:
         found = parts(seen.model)
-        visible = seen.visible.get(found.word_embedding)
-        if visible is None or bool(visible.all()) or not bool(visible.any()) or len(visible) < WINDOW:
-            raise NotApplicable("the word embedding is not partly hidden, so there are no positions to read")
-        rows = standing_out((~visible).sum(1).cpu())
+        output = [found.head.weight] if seen.task == "causal" and found.head is not None else []
+        hidden = {n: ~seen.visible[n].cpu() for n in (found.word_embedding, *output) if n in seen.visible}
+        table = next((n for n, h in hidden.items() if bool(h.any()) and not bool(h.all()) and len(h) >= WINDOW), "")
+        if not table:
+            raise NotApplicable("no table of words is partly hidden, so there are no positions to read")
+        counts = hidden[table].sum(1)
+        rows = standing_out(counts)
+        large, most, told = len(rows), MAX_FRACTION * len(counts), None
+        if table in output or (found.tied and seen.task == "causal"):
+            rows, large = by_size(counts, rows, hidden[table].shape[1])
+            most, told = MAX_FRACTION_FILLED * len(counts), sum(seen.lengths) if Grant.LENGTHS in seen else None
+        if large > most:
+            raise AttackFailed(
+                f"{large} of {len(counts)} rows differ from those around them: the mask follows weights or chance, not words"
+            )
+        rows = rows[: large if told is None else told]
         special = seen.vocabulary.special_ids
         words = [int(i) for i in rows if int(i) < seen.vocabulary.size]
-        if len(rows) > MAX_FRACTION * len(visible):
-            raise AttackFailed(
-                f"{len(rows)} of {len(visible)} rows differ from those around them: the mask follows weights or chance, "
-                "not words"
-            )
         if not set(words) - special:
-            raise AttackFailed("no row of the word embedding is hidden differently from those around it")
+            raise AttackFailed("no row of words is hidden differently from those around it")
         details: dict[str, Parameter] = {"distinct_tokens": len(words)}
         places = None if found.position_embedding is None else seen.visible.get(found.position_embedding)
         if places is not None and len(places) >= WINDOW:
@@ -68,7 +98,7 @@ class MaskPositions:
 
 SPEC = AttackSpec(
     name="mask-positions",
-    about="infers the words from which entries of the word embedding are encrypted or dropped",
+    about="infers the words from which entries of their rows are encrypted or dropped",
     source="Rasura",
     make=MaskPositions,
     seconds=0.1,
