@@ -22,7 +22,7 @@ import pytest
 from audit_setting import TEXTS, comparable, model_folder, plan_for
 from torch import OutOfMemoryError, nn
 
-from rasura.cli.audit import run_audit
+from rasura.cli.audit import _planned, run_audit
 from rasura.cli.outcome import Ending
 from rasura.core.interfaces import InputError
 from rasura.core.run_store import RunStore
@@ -218,6 +218,27 @@ def test_plan_from_toml(tmp_path: Path) -> None:
         from_toml(path)
     with pytest.raises(InputError, match="does not exist"):
         from_toml(tmp_path / "none.toml")
+
+
+def test_the_texts_that_are_given_are_those_that_are_audited(model_folder: Path, tmp_path: Path) -> None:
+    """A file or texts replace what the plan has of either; nothing is audited in place of no texts."""
+    file, config = tmp_path / "notes.jsonl", tmp_path / "plan.toml"
+    file.write_text('{"text": "Carol paid the echo .", "label": 0}\n')
+    of_texts = plan_for(model_folder, attacks=("blind",), defenses=("none",))
+    of_file = replace(of_texts, texts=(), data=str(file))
+    for plan, given, places in (
+        (of_texts, {"data": str(file)}, 1), (of_file, {"data": TEXTS}, 3), (of_texts, {"data": TEXTS[:2]}, 2),
+    ):  # fmt: skip
+        assert len(list(audit(plan, out=tmp_path / f"of {places}", **given))) == places
+    for data in ([], ()):
+        with pytest.raises(InputError, match="no texts were given"):
+            audit(of_file, data=data, limit=1, out=tmp_path / "nothing")
+    with pytest.raises(InputError, match="both a data file and texts"):
+        replace(of_file, texts=TEXTS).checked()
+    config.write_text(f'texts = ["Alpha met Bravo ."]\nmodel = {json.dumps(str(model_folder))}\n')
+    assert _planned(config, None, {"data": str(file)}).texts == ()
+    config.write_text(f"data = {json.dumps(str(file))}\nmodel = {json.dumps(str(model_folder))}\n")
+    assert _planned(config, None, {"texts": TEXTS}).data is None
 
 
 # --- the report

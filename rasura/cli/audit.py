@@ -160,7 +160,7 @@ def _planned(config: Path | None, suite: str | None, given: dict[str, Any]) -> A
         raise InputError("FILE and --text were both given; pass one of them")
     if "texts" in given:
         given.setdefault("limit", len(given["texts"]))
-    plan = replace(plan, **given)
+    plan = plan.with_given(given)
     return replace(plan, task=plan.task or task_named(None, plan.model, plan.num_labels)).checked()
 
 

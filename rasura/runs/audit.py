@@ -269,6 +269,8 @@ def audit(
     """
     wanted: dict[str, Any] = {"task": task, "limit": limit, "budget": budget, "seed": seed}
     if data is not None and not isinstance(data, str | Path):
+        if len(data) == 0:
+            raise InputError("no texts were given; expected at least one in data")
         wanted |= {"texts": tuple(data), "limit": limit or len(data)}
     elif data is not None:
         wanted["data"] = str(data)
@@ -286,7 +288,7 @@ def audit(
         raise InputError("a tokenizer was given for a folder or hub id, which has its own; leave it out")
     elif model is not None:
         wanted["model"] = str(model)
-    chosen = replace(chosen, **{name: value for name, value in wanted.items() if value is not None})
+    chosen = chosen.with_given({name: value for name, value in wanted.items() if value is not None})
     methods = methods_with(own_attacks, own_defenses, own_metrics)
     return _recorded(Audit(chosen, device=device, victim=victim, methods=methods), out)
 

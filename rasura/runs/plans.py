@@ -79,6 +79,13 @@ class Plan:
     label_names: tuple[str, ...] = ()
     references: int | None = None
 
+    def with_given(self, given: Mapping[str, Any]) -> Plan:
+        """This plan with the fields ``given`` in place of its own. A file of texts stands in place of ``texts``, too, and
+        these in place of a file."""
+        instead = {"data": {"texts": ()}, "texts": {"data": None}}
+        left_out = {k: v for name, fields in instead.items() if name in given for k, v in fields.items()}
+        return replace(self, **{**left_out, **given})
+
     def checked(self, methods: Methods = REGISTERED) -> Plan:
         """This plan, with the defaults for images if the task is ``vision``. Raises ``InputError`` if it is wrong.
 
@@ -110,6 +117,8 @@ class Plan:
         self._check_numbers()
         for name in self.attacks:
             self._usable("attack", methods.attacks[name], methods.attacks)
+        if self.data is not None and self.texts:
+            raise InputError("the plan has both a data file and texts; expected one of them: data, or texts")
         if self.task == "vision" and (self.texts or self.reference):
             raise InputError("the task vision takes images, not --text or --reference; pass a folder of images as FILE")
         return self
