@@ -230,9 +230,9 @@ def test_the_texts_that_are_given_are_those_that_are_audited(model_folder: Path,
         (of_texts, {"data": str(file)}, 1), (of_file, {"data": TEXTS}, 3), (of_texts, {"data": TEXTS[:2]}, 2),
     ):  # fmt: skip
         assert len(list(audit(plan, out=tmp_path / f"of {places}", **given))) == places
-    for data in ([], ()):
+    for nothing in (list[str](), tuple[str, ...]()):
         with pytest.raises(InputError, match="no texts were given"):
-            audit(of_file, data=data, limit=1, out=tmp_path / "nothing")
+            audit(of_file, data=nothing, limit=1, out=tmp_path / "nothing")
     with pytest.raises(InputError, match="both a data file and texts"):
         replace(of_file, texts=TEXTS).checked()
     config.write_text(f'texts = ["Alpha met Bravo ."]\nmodel = {json.dumps(str(model_folder))}\n')

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from rows import GUESS, MANY, READ, column
 
 from rasura.core.errors import InputError
+from rasura.core.provenance import Sitting
 from rasura.report.compare import CHANGED, NOISE, SAME, UNKNOWN, Run, compared
 from rasura.report.findings import findings
 from rasura.report.head import Made
@@ -93,6 +95,30 @@ def test_what_differs_is_said() -> None:
     with pytest.raises(InputError, match="different things"):
         compared(a, run(READ, kind="service"))
     assert GUESS < 1
+
+
+def test_what_the_names_of_a_plan_stand_for_is_compared() -> None:
+    """A reference file, an own method and a package keep their names when they change."""
+
+    def made(reference: str, own: str, torch: str) -> Run:
+        sitting: Sitting = {
+            "began": "",
+            "command": "",
+            "code": "c",
+            "machine": "m",
+            "packages": {"python": "3.12", "torch": torch},
+        }
+        about = {"model": "m", "reference text": reference, "code of own methods": {"AttackSpec mine": own}}
+        return replace(run(READ), made=Made((sitting,), about))
+
+    one = made("aa", "bb", "2.6")
+    assert compared(one, one).settings == ()
+    assert compared(one, made("cc", "dd", "2.7")).settings == (
+        "reference text: aa, then cc", "code of own methods: AttackSpec mine bb, then AttackSpec mine dd",
+        "package torch: 2.6, then 2.7",
+    )  # fmt: skip
+    older = replace(one, made=replace(one.made, about={"model": "m"}))
+    assert "reference text: not set, then aa" in compared(older, one).settings
 
 
 @pytest.mark.slow

@@ -18,6 +18,9 @@ from rasura.report.readings import Reading, reading
 from rasura.report.scores import BLIND, Record, about_texts, cells_of, setting_of
 from rasura.report.verdicts import WORDS, Verdict
 
+FACTS = ("reference text", "code of own methods", "file of a protection")
+"""Fingerprints that a run stores, beside those of its weights and data, of what keeps its name when it changes."""
+
 CHANGED, NOISE, UNKNOWN, SAME = "changed", "not told from noise", "not comparable", "the same"
 
 
@@ -213,6 +216,15 @@ def _settings(first: Run, second: Run) -> tuple[str, ...]:
         said.append("the weights of the model: not recorded in one of the runs, so they may differ")
     elif models[0] != models[1]:
         said.append(f"the weights of the model: {models[0]}, then {models[1]}")
+    for what in FACTS:
+        was, now = (run.made.about.get(what) for run in (first, second))
+        if was != now:
+            said.append(f"{what}: {_shown(was)}, then {_shown(now)}")
+    versions = [_versions(run) for run in (first, second)]
+    for package in sorted({*versions[0], *versions[1]} if all(versions) else ()):
+        was, now = (known.get(package, ["not installed"]) for known in versions)
+        if was != now:
+            said.append(f"package {package}: {_shown(was)}, then {_shown(now)}")
     for what in ("code", "machine"):
         was, now = (run.made.kept(what) for run in (first, second))
         if was != now:
@@ -220,5 +232,16 @@ def _settings(first: Run, second: Run) -> tuple[str, ...]:
     return tuple(said)
 
 
+def _versions(run: Run) -> dict[str, list[str]]:
+    """Package -> its versions in the order of use; empty where the run did not store any."""
+    found: dict[str, dict[str, None]] = defaultdict(dict)
+    for one in run.made.sittings:
+        for package, version in dict(one["packages"]).items():  # type: ignore[arg-type]  # a mapping by its form
+            found[package][version] = None
+    return {package: list(some) for package, some in found.items()}
+
+
 def _shown(value: Any) -> str:
+    if isinstance(value, Mapping):
+        value = [f"{name} {one}" for name, one in value.items()]
     return "not set" if value is None else ", ".join(map(str, value)) if isinstance(value, list) else str(value)

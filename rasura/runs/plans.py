@@ -82,7 +82,7 @@ class Plan:
     def with_given(self, given: Mapping[str, Any]) -> Plan:
         """This plan with the fields ``given`` in place of its own. A file of texts stands in place of ``texts``, too, and
         these in place of a file."""
-        instead = {"data": {"texts": ()}, "texts": {"data": None}}
+        instead: dict[str, dict[str, Any]] = {"data": {"texts": ()}, "texts": {"data": None}}
         left_out = {k: v for name, fields in instead.items() if name in given for k, v in fields.items()}
         return replace(self, **{**left_out, **given})
 
