@@ -16,6 +16,7 @@ import pytest
 import torch
 from audit_setting import TEXTS, model_folder, plan_for
 from training_setting import notes
+from transformers import AutoTokenizer
 
 import rasura
 from rasura.core.interfaces import InputError, Transform
@@ -103,6 +104,21 @@ def test_a_run_is_not_resumed_on_other_texts(model_folder: Path, tmp_path: Path)
         run((TEXTS[0], TEXTS[2], TEXTS[1]))
     with pytest.raises(InputError, match="another reference text"):
         run(TEXTS, "Echo met the carol .")
+
+
+def test_a_run_is_not_resumed_with_another_language_model(model_folder: Path, tmp_path: Path) -> None:
+    def run(add: float) -> int:
+        model = tiny("gpt2", "causal")
+        with torch.no_grad():
+            next(model.parameters()).add_(add)
+        model.save_pretrained(tmp_path / "prior")
+        AutoTokenizer.from_pretrained(model_folder).save_pretrained(tmp_path / "prior")
+        plan = plan_for(model_folder, attacks=("blind",), defenses=("none",), language_model=str(tmp_path / "prior"))
+        return len(list(rasura.audit(plan, out=tmp_path / "run")))
+
+    assert run(0.0) == 3 and run(0.0) == 0
+    with pytest.raises(InputError, match="another language model"):
+        run(1.0)
 
 
 def test_texts_that_are_equal_for_the_model_are_one_example(model_folder: Path) -> None:

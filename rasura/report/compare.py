@@ -18,7 +18,7 @@ from rasura.report.readings import Reading, reading
 from rasura.report.scores import BLIND, Record, about_texts, cells_of, setting_of
 from rasura.report.verdicts import WORDS, Verdict
 
-FACTS = ("reference text", "code of own methods", "file of a protection")
+FACTS = ("reference text", "language model", "code of own methods", "file of a protection")
 """Fingerprints that a run stores, beside those of its weights and data, of what keeps its name when it changes."""
 
 CHANGED, NOISE, UNKNOWN, SAME = "changed", "not told from noise", "not comparable", "the same"

@@ -115,10 +115,9 @@ class Audit:
 
     def describe(self, store: RunStore) -> None:
         """Store what the run is of. Raises ``InputError`` if ``store`` holds results of other weights, texts or methods."""
-        known, fixed = self.methods, {**self.data.fixed(self.plan.skip), "code of own methods": code_of(self.own)}
-        describe_run(
-            store, self.victim.model, len(self.cells), self.defenses, known.defenses, self.attacks, known.attacks, fixed
-        )
+        fixed = {**self.data.fixed(self.plan.skip), **self.lending.fixed, "code of own methods": code_of(self.own)}
+        describe_run(store, self.victim.model, len(self.cells), self.defenses, self.methods.defenses, self.attacks,
+                     self.methods.attacks, fixed)  # fmt: skip
 
     def left(self, store: RunStore) -> list[list[Cell]]:
         """The cells that ``store`` lacks, grouped by the step that they share."""

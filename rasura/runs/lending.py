@@ -17,6 +17,7 @@ from rasura.core.unchanged import Lent, lent_message, tensors_of
 from rasura.core.values import Observation, Transcript, Vocabulary
 from rasura.runs.attempt import Outcome, meddled
 from rasura.runs.audit_models import AuditModels
+from rasura.victims.fingerprint import fingerprint
 
 G = TypeVar("G")
 Prior = tuple[nn.Module, Vocabulary]
@@ -34,6 +35,11 @@ class Lending:
         self._prior = self._lent_prior()
         self._step: list[Lent] = []
         self.stale = False
+
+    @property
+    def fixed(self) -> dict[str, str]:
+        """The fingerprint of the public language model, for ``RunStore.describe``; empty without one."""
+        return {} if self.language_model is None else {"language model": fingerprint(self.language_model[0])}
 
     def _lent_prior(self) -> Lent | None:
         if self.language_model is None:
