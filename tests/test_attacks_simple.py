@@ -333,6 +333,14 @@ def test_idlg_names_the_label_of_one_text(family: str, num_labels: int) -> None:
                 assert IDLG()(one, rng=generator(0), budget=BUDGET).labels == (label,)
 
 
+def test_idlg_names_no_class_that_neither_of_two_texts_has() -> None:
+    batch = batch_of([SENTENCE, SENTENCE], "classification", [0, 1])
+    seen = seen_by_server(tiny("bert", "classification"), batch, "classification")
+    without = Message({n: g for n, g in seen.gradients.items() if n != "classifier.bias"})
+    with pytest.raises(AttackFailed, match="2 texts"):
+        IDLG()(Observation(without, seen.task, seen.granted), rng=generator(0), budget=BUDGET)
+
+
 def test_idlg_fails_on_two_labels_and_does_not_apply_to_causal_models() -> None:
     rows = [SENTENCE, [CLS, 50, 3, SEP], [CLS, 60, SEP]]
     seen = seen_by_server(tiny("bert", "classification"), batch_of(rows, "classification", [0, 1, 1]), "classification")

@@ -64,9 +64,8 @@ def test_the_labels_alone_are_told_only_where_the_sign_does_not_matter(
     for label in range(3):
         path = captured(three, tmp_path / "three.safetensors", sign=sign, label=label)
         assert read_update(path, three, ReadRequest(attack=attack, batch_size=1)).labels == (label,)
-    if attack == "labels":
-        assert read_update(path, three, ReadRequest(attack=attack, batch_size=2)).labels is None
-        assert read_update(path, three, ReadRequest(attack=attack)).labels is None
+    for size in (None, 2):  # of two texts, the class that neither has may look like the label of one
+        assert read_update(path, three, ReadRequest(attack=attack, batch_size=size)).labels is None
 
 
 def test_labels_without_a_text_are_not_nothing(victim: Victim, tmp_path: Path) -> None:
@@ -76,6 +75,17 @@ def test_labels_without_a_text_are_not_nothing(victim: Victim, tmp_path: Path) -
     common = ["read", str(path), "--model", victim.name, "--batch-size", "1", "--attack", "labels", "--update", "fedsgd"]
     for shown in (CliRunner().invoke(app, common).output, found._repr_html_()):
         assert "no text was recovered, but the labels of the batch: 1" in shown and "nothing" not in shown
+
+
+def test_labels_that_lean_on_the_size_of_the_update_are_called_an_estimate(victim: Victim, tmp_path: Path) -> None:
+    inputs = dict(victim.tokenizer([TEXT, "w50 w51", "w60 w61 w62"], padding=True, return_tensors="pt"))
+    capture(victim.model, inputs | {"labels": torch.tensor([0, 0, 0])}, path := tmp_path / "u.safetensors")
+    save_file({n: 0.01 * t for n, t in load_file(path).items()}, path)
+    found = read_update(path, victim, ReadRequest(attack="labels", batch_size=3, update="fedsgd"))
+    assert found.labels not in (None, (0, 0, 0)), "clipping hides how many texts have a label"
+    assert (
+        found.without_texts == f"no text was recovered, but an estimate of the labels: {', '.join(map(str, found.labels))}"
+    )
 
 
 def test_the_command_says_it_too(victim: Victim, tmp_path: Path) -> None:

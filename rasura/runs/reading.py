@@ -175,7 +175,8 @@ class ReadResult:
     def without_texts(self) -> str:
         """What is said where there are no texts."""
         if self.labels:
-            return f"no text was recovered, but the labels of the batch: {', '.join(map(str, self.labels))}"
+            what = "the labels of the batch" if self.details.get("exact") else "an estimate of the labels"
+            return f"no text was recovered, but {what}: {', '.join(map(str, self.labels))}"
         return f"nothing was recovered: {self.reason or 'the attack returned no text'}"
 
     def _repr_html_(self) -> str:

@@ -19,29 +19,33 @@ class IDLG:
     the head's inputs are not negative. Encoders have a tanh before the head, so the head's bias is read where it was sent:
     its gradient is softmax minus one-hot (the paper's equation 3). Without it the label is the row whose products with all
     other rows are not positive (equation 5), which takes three classes: of two, each is the other's opposite. The bias takes
-    three as well where the sign of the update is not known. No text is guessed (``tokens=()``); ``labels`` counts more, and
-    takes batches.
+    three as well where the sign of the update is not known, and one text. No text is guessed (``tokens=()``); ``labels``
+    counts more, and takes batches.
 
     Raises ``NotApplicable`` for a causal model, a head that does not tell one label of several, and where the head's
-    gradient is not in the update as a whole; ``AttackFailed`` where no class, or more than one, has that sign.
+    gradient is not in the update as a whole; ``AttackFailed`` where no class, or more than one, has that sign, and without
+    a sign for several texts: a class that none of them has then looks like the label of one.
     """
 
     name = "idlg"
     needs = frozenset({Grant.MODEL})
-    uses: frozenset[Grant] = frozenset()
+    uses: frozenset[Grant] = frozenset({Grant.BATCH_SIZE})
 
     def __call__(self, seen: Observation, *, rng: Generator, budget: Budget) -> Reconstruction:
         head = parts(seen.model).head if seen.task == "classification" else None
         if head is None or not one_class_each(seen.model):
             raise NotApplicable("the model has no single-label classification head of two classes or more")
+        size = seen.batch_size if Grant.BATCH_SIZE in seen else None
         bias, weight = (None if g is None else g.double().cpu() for g in map(seen.whole, (head.bias, head.weight)))
         if bias is not None and len(bias) > 1:
             chosen = bias < 0
             if seen.message.sign == "unknown":
-                if len(bias) == 2:
+                if len(bias) == 2 or size != 1:
                     raise AttackFailed(UNSIGNED)
                 chosen = chosen if int(chosen.sum()) == 1 else bias > 0
         elif weight is not None and (rows := weight.T if head.transposed else weight).shape[0] > 2:
+            if size is not None and size > 1:
+                raise AttackFailed(f"the head's weight tells the label of one text; the batch holds {size} texts")
             products = rows @ rows.T
             products.fill_diagonal_(0.0)
             chosen = (products <= 0).all(1) & rows.any(1)
