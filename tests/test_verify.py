@@ -157,6 +157,16 @@ def test_copies_of_a_text_share_its_labels(local: Local) -> None:
     assert found[1] == 2 and sorted([found[0], *found[2:]]) == [0, 0, 1]
 
 
+@pytest.mark.parametrize("factor", [1e-4, 1e4])
+def test_labels_are_solved_whatever_the_size_of_the_update(factor: float) -> None:
+    rows, labels = [[CLS, 40, 3, SEP], *MORE[:3]], [2, 0, 0, 1]
+    seen = seen_of(tiny("bert", "classification"), rows, labels)
+    scaled = replace(seen, message=replace(seen.message, gradients={n: factor * g for n, g in seen.gradients.items()}))
+    assert labels in tried(scaled, rows)
+    error, found = check(scaled, rows)
+    assert error < 1e-4 and found == tuple(labels)
+
+
 def test_labels_are_solved_with_the_segments() -> None:
     model = tiny("bert", "classification", hidden=16)
     with torch.no_grad():

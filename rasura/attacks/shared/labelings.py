@@ -38,9 +38,8 @@ def labelings(seen: Observation, ids: Tensor, mask: Tensor, types: Tensor | None
         return []
     if Grant.LABELS in seen and batch <= 4:
         return [torch.tensor(p) for p in sorted(set(itertools.permutations(seen.labels.tolist())))]
-    solved = None if announced_update(seen).adaptive else _labels_from_head(seen, ids, mask, types)
-    if solved is not None:
-        return [solved]
+    if not announced_update(seen).adaptive and (solved := _labels_from_head(seen, ids, mask, types)):
+        return solved
     classes = int(getattr(seen.model.config, "num_labels", 2))
     if classes**batch > MAX_LABELINGS:
         return []
@@ -52,14 +51,18 @@ def targets(ids: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask.bool(), ids, torch.full_like(ids, -100))
 
 
-def _labels_from_head(seen: Observation, ids: Tensor, mask: Tensor, types: Tensor | None) -> Tensor | None:
-    """Head gradient = sum_b (softmax_b - onehot_b) h_b^T / B: linear in the one-hots, and everything else is known."""
+def _labels_from_head(seen: Observation, ids: Tensor, mask: Tensor, types: Tensor | None) -> list[Tensor]:
+    """Head gradient = sum_b (softmax_b - onehot_b) h_b^T / B: linear in the one-hots, and everything else is known.
+
+    A learning rate or clipping scales it. The labels are then where a text's softmax minus one-hot is negative, unless
+    copies of the text share it. These are the second labels to try, where they are others. Empty where the head is hidden.
+    """
     model = seen.model
     head = parts(model).head
     if head is None or head.weight not in seen.gradients or head.weight in seen.visible or head.transposed:
-        return None
+        return []
     if len(ids) > parts(model).hidden:
-        return None
+        return []
     extra = {} if types is None else {"token_type_ids": types}
     with torch.no_grad():
         logits = model(input_ids=ids, attention_mask=mask, **extra).logits.double()
@@ -68,7 +71,7 @@ def _labels_from_head(seen: Observation, ids: Tensor, mask: Tensor, types: Tenso
     if states.dim() == 3:
         states = states[torch.arange(len(ids)), mask.sum(1) - 1]
     gradient = seen.gradients[head.weight].double()
-    deltas = (gradient @ torch.linalg.pinv(states)).T / announced_update(seen).steps  # up to the clipping's scale
+    deltas = (gradient @ torch.linalg.pinv(states)).T / announced_update(seen).steps
     shares = logits.softmax(1) - deltas * len(ids)
     labels = []
     owed: dict[tuple[int, ...], Tensor] = {}
@@ -77,7 +80,8 @@ def _labels_from_head(seen: Observation, ids: Tensor, mask: Tensor, types: Tenso
         share = owed.setdefault(text, shares[row] * sum(text == tuple(other) for other in ids.tolist()))
         labels.append(int(share.argmax()))
         share[labels[-1]] -= 1
-    return torch.tensor(labels)
+    solved, unscaled = torch.tensor(labels), deltas.argmin(1)
+    return [solved] if len(owed) < len(ids) or torch.equal(solved, unscaled) else [solved, unscaled]
 
 
 def turned(logits: Tensor, labels: Tensor) -> Tensor:
