@@ -30,7 +30,8 @@ from rasura.ghost.models import made_for
 from rasura.ghost.neighbours import common, neighbours, unit_rows
 from rasura.ghost.selection import Selector
 from rasura.ghost.selection_settings import Selection
-from rasura.ghost.table import PAPER, ShadowSettings, ShadowTable, lemmas, search, token_embedding, usable_tokens
+from rasura.ghost.table import PAPER, ShadowSettings, ShadowTable, search, token_embedding, usable_tokens
+from rasura.ghost.words import lemmas
 from rasura.metrics.intervals import mean_interval
 from rasura.metrics.text import meteor, rouge, wordnet
 from rasura.priors.ngram import Unigram
@@ -235,7 +236,7 @@ def inverting(path: str, reference: str, count: int, defense: str, learned: int)
     trigram, table = Trigram(vocabulary, known), hidden.table
     rows["lattice, trigrams of the reference"] = hidden.by("lattice", trigram)
     if hidden.settings.group > 1:
-        # The bound: who is told the groups needs no substitutes.
+        # What the prior leaves to gain: who is told the groups needs no substitutes.
         members = [(table.groups == g).nonzero().flatten() for g in range(len(table))]
         alike = [(m, torch.ones(len(m), dtype=torch.double)) for m in members]
         alone = [(torch.tensor([i]), torch.ones(1, dtype=torch.double)) for i in range(len(table))]

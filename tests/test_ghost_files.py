@@ -123,7 +123,12 @@ def test_a_damaged_table_is_refused(tmp_path: Path, model_folder: Path) -> None:
     path = tmp_path / "table.safetensors"
     GhostObfuscator(victim, table=path, shadows=SETTINGS)
     whole = ShadowTable.load(path)
-    about = {"schema": "4", "model": whole.model, "settings": json.dumps({**vars(SETTINGS), "k": "12"})}
+    about = {
+        "schema": str(SCHEMA),
+        "model": whole.model,
+        "tokenizer": whole.tokenizer,
+        "settings": json.dumps({**vars(SETTINGS), "k": "12"}),
+    }
     save_file(load_file(path), path, metadata=about)
     with pytest.raises(InputError, match="its settings cannot be read"):
         ShadowTable.load(path)
@@ -132,6 +137,18 @@ def test_a_damaged_table_is_refused(tmp_path: Path, model_folder: Path) -> None:
         save_file({**load_file(path), name: bad.contiguous()}, tmp_path / "bad.safetensors", metadata=about)
         with pytest.raises(InputError, match="its tensors are not those of a shadow table"):
             ShadowTable.load(tmp_path / "bad.safetensors")
+
+
+def test_a_table_of_another_tokenizer_is_refused(tmp_path: Path, model_folder: Path) -> None:
+    """Two tokenizers of one size over one embedding: the table says of an id what is true of another word."""
+    victim, path = load(model_folder, "classification"), tmp_path / "table.safetensors"
+    GhostObfuscator(victim, table=path, shadows=SETTINGS)
+    GhostObfuscator(victim, table=path)
+    plain = victim.vocabulary
+    turned = replace(plain, decode=lambda ids: plain.decode([max(plain.special_ids) + 1 if i == 9 else i for i in ids]))
+    other = replace(victim, vocabulary=turned)
+    with pytest.raises(InputError, match="made for another tokenizer"):
+        GhostObfuscator(other, table=path)
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])

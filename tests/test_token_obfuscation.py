@@ -22,7 +22,8 @@ from rasura.ghost.models import made_for
 from rasura.ghost.neighbours import common, neighbours
 from rasura.ghost.selection import Selector
 from rasura.ghost.selection_settings import Selection
-from rasura.ghost.table import RELAXED, ShadowSettings, ShadowTable, lemmas, search, usable_tokens
+from rasura.ghost.table import RELAXED, ShadowSettings, ShadowTable, search, usable_tokens
+from rasura.ghost.words import lemmas
 from rasura.registry import parse_defense
 from rasura.runs import ghost_file
 from rasura.runs.ghost_obfuscator import GhostObfuscator
@@ -120,6 +121,25 @@ def test_lemmas_join_forms_and_take_a_subword_for_its_letters() -> None:
     assert lemmas(vocabulary, None) == ["went", "go", "ing", "going", "houses", "house", "7", "ing", "7", "##", "houses"]
     with pytest.raises(InputError, match="no lemmas for the language 'xx'"):
         lemmas(vocabulary, "xx")
+
+
+@pytest.mark.parametrize("language", ["en", None])
+def test_what_reads_like_the_token_has_its_lemma(language: str | None) -> None:
+    """An account number's ``3`` became ``₃``, and the report said that it was replaced by another meaning."""
+    alike = [
+        ("3", "##₃", "³", "３"),
+        ("!", "！"),
+        ("...", "…"),
+        ("said", "ſaid"),
+        ("é", "e", "É"),
+        ("fi", "##ﬁ"),
+        ("ss", "ß"),
+    ]
+    words = [word for some in alike for word in some]
+    vocabulary = Vocabulary(len(words), lambda ids: " ".join(words[i] for i in ids), lambda text: [])
+    found = dict(zip(words, lemmas(vocabulary, language)))
+    assert [len({found[word] for word in some}) for some in alike] == [1] * len(alike)
+    assert len(set(found.values())) == len(alike)
 
 
 def table_of(family: str = "bert", task: str = "classification") -> ShadowTable:

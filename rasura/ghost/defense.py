@@ -22,7 +22,8 @@ from rasura.core.values import Stage, Vocabulary
 from rasura.ghost.models import made_for
 from rasura.ghost.selection import Selector
 from rasura.ghost.selection_settings import DEFAULT, Selection
-from rasura.ghost.table import PAPER, ShadowSettings, ShadowTable, embedding_digest, lemmatizer, token_embedding
+from rasura.ghost.table import PAPER, ShadowSettings, ShadowTable, embedding_digest, token_embedding
+from rasura.ghost.words import lemmatizer
 
 
 def searchable(model: nn.Module) -> nn.Module:
@@ -47,6 +48,7 @@ def ghost(
         model, vocabulary = searchable(known[0]), known[1]
         digest = embedding_digest(token_embedding(model))
         found = table or made_for(model, vocabulary, shadows, digest)
+        found.check_tokenizer(vocabulary)
         return Selector(model, found, vocabulary.special_ids, selection, digest)
 
     def apply(batch: Batch, state: Selector, rng: Randomness) -> tuple[Batch, Selector]:

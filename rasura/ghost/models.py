@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-from functools import lru_cache
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -17,13 +15,12 @@ from rasura.ghost.table import (
     ShadowTable,
     embedding_digest,
     kept_by_policy,
-    lemmas,
     read_as_written,
     search,
     token_embedding,
-    token_texts,
     usable_tokens,
 )
+from rasura.ghost.words import lemmas, token_texts, vocabulary_digest
 
 _MADE: dict[tuple[str, str, ShadowSettings], ShadowTable] = {}
 
@@ -34,17 +31,10 @@ def made_for(model: nn.Module, vocabulary: Vocabulary, settings: ShadowSettings,
     ``digest``: that of the model's embedding, where it was just taken.
     """
     table = token_embedding(model)
-    key = (digest or embedding_digest(table), _digest(vocabulary), settings)
+    key = (digest or embedding_digest(table), vocabulary_digest(vocabulary), settings)
     if key not in _MADE:
         _MADE[key] = _made(table, vocabulary, settings)
     return _MADE[key]
-
-
-@lru_cache(maxsize=8)
-def _digest(vocabulary: Vocabulary) -> str:
-    """What tells a tokenizer from others by what a table depends on: two may share one embedding."""
-    told = (token_texts(vocabulary), sorted(vocabulary.special_ids), sorted(vocabulary.unused_ids))
-    return hashlib.sha256(json.dumps(told).encode()).hexdigest()
 
 
 def _made(table: Tensor, vocabulary: Vocabulary, settings: ShadowSettings) -> ShadowTable:
@@ -57,6 +47,6 @@ def _made(table: Tensor, vocabulary: Vocabulary, settings: ShadowSettings) -> Sh
     usable = padded(usable_tokens(vocabulary)) & ~kept
     names = [*lemmas(vocabulary, settings.language), *(f"\0{i}" for i in range(beyond))][: len(table)]
     allowed = padded(read_as_written(vocabulary)) if settings.round_trip else None
-    found = search(table, names, usable, settings, allowed)
+    found = replace(search(table, names, usable, settings, allowed), tokenizer=vocabulary_digest(vocabulary))
     found.relaxed[kept] = POLICY
     return found if settings.group == 1 else grouped(found, table, names, vocabulary)

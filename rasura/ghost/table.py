@@ -6,17 +6,17 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rasura.core.interfaces import InputError, MissingExtra
+from rasura.core.interfaces import InputError
 from rasura.core.values import Vocabulary
 from rasura.core.word_rows import token_rows
 from rasura.ghost.neighbours import common, neighbours
+from rasura.ghost.words import bare, vocabulary_digest
 
 RELAXED = ("none", "overlap", "overlap and mutual neighbours", "no substitute", "kept by policy")
 """By code in the table: the criterion that was given up for a token without any neighbour left at
@@ -24,7 +24,7 @@ RELAXED = ("none", "overlap", "overlap and mutual neighbours", "no substitute", 
 
 NONE, POLICY = RELAXED.index("no substitute"), RELAXED.index("kept by policy")
 
-SCHEMA = 4
+SCHEMA = 5
 
 TENSORS = ("offsets", "ids", "k", "relaxed", "groups")
 """The tensors of a table's file."""
@@ -76,7 +76,8 @@ class ShadowTable:
     """The shadow tokens of every token: those of ``t`` are ``ids[offsets[t] : offsets[t + 1]]``, nearest first.
 
     ``k`` ``(tokens,)``: neighbours that were needed; ``relaxed`` ``(tokens,)``: index into ``RELAXED``; ``groups``
-    ``(tokens,)``: tokens of one number share their substitutes. ``model``: digest of the embedding that it was made for.
+    ``(tokens,)``: tokens of one number share their substitutes. ``model``, ``tokenizer``: digests of the
+    embedding and of the vocabulary that it was made for.
     """
 
     offsets: Tensor
@@ -86,6 +87,7 @@ class ShadowTable:
     groups: Tensor
     settings: ShadowSettings
     model: str
+    tokenizer: str = ""
 
     def of(self, token: int) -> Tensor:
         """The shadow tokens of ``token``, int64; empty where it has none."""
@@ -103,7 +105,8 @@ class ShadowTable:
         from safetensors.torch import save_file
 
         tensors = {n: getattr(self, n).contiguous() for n in TENSORS}
-        about = {"schema": str(SCHEMA), "settings": json.dumps(asdict(self.settings)), "model": self.model}
+        made_for = {"model": self.model, "tokenizer": self.tokenizer}
+        about = {"schema": str(SCHEMA), "settings": json.dumps(asdict(self.settings)), **made_for}
         save_file(tensors, str(path), metadata=about)
 
     @classmethod
@@ -125,7 +128,7 @@ class ShadowTable:
             if told.keys() != usual.keys() or not all(_alike(told[name], usual[name]) for name in usual):
                 raise ValueError
             settings = ShadowSettings(**told)
-            made = cls(**found, settings=settings, model=str(about["model"]))
+            made = cls(**found, settings=settings, model=str(about["model"]), tokenizer=str(about["tokenizer"]))
         except (KeyError, ValueError, RecursionError):
             raise InputError(f"{path} is damaged: its settings cannot be read; make a new one") from None
         if model is not None and made.model != model:
@@ -144,6 +147,11 @@ class ShadowTable:
             fits = fits and (not len(tensor) or (int(tensor.min()) >= 0 and int(tensor.max()) < size))
         if not fits:
             raise InputError(f"{path} is damaged: its tensors are not those of a shadow table; make a new one")
+
+    def check_tokenizer(self, vocabulary: Vocabulary) -> None:
+        """Raises ``InputError`` where the table was made for another tokenizer: the same ids may be other words."""
+        if self.tokenizer != vocabulary_digest(vocabulary):
+            raise InputError("the shadow table was made for another tokenizer; make one for this tokenizer")
 
     def differs(self, asked: Mapping[str, Any]) -> str:
         """Which settings ``asked`` differ from the table's, in words; empty where none does."""
@@ -164,42 +172,6 @@ def embedding_digest(table: Tensor) -> str:
     """What tells an embedding ``(tokens, hidden)`` from others: a hash of its shape and numbers."""
     rows = table.detach().float().cpu().contiguous()
     return hashlib.sha256(str(tuple(rows.shape)).encode() + rows.numpy().tobytes()).hexdigest()[:32]
-
-
-def lemmatizer() -> Any:
-    """The lemma library. Raises ``MissingExtra`` with the command to install it."""
-    try:
-        import simplemma
-    except ImportError:
-        raise MissingExtra("lemmas need simplemma: pip install 'rasura[ghost]', or pass --language none") from None
-    return simplemma
-
-
-@lru_cache(maxsize=8)
-def token_texts(vocabulary: Vocabulary) -> tuple[str, ...]:
-    """The text of every token alone, lower case."""
-    return tuple(vocabulary.decode([i]).strip().lower() for i in range(vocabulary.size))
-
-
-def lemmas(vocabulary: Vocabulary, language: str | None) -> list[str]:
-    """The lemma of every token, lower case; without a ``language``, the token itself.
-
-    A subword has that of the same letters as a word, where the paper takes the subword itself (sec. 2.2): ``##i`` in place
-    of ``i`` would show the word. Raises ``InputError`` if simplemma is missing or does not know the language.
-    """
-    words = [bare(text) for text in token_texts(vocabulary)]
-    if language is None:
-        return words
-    simplemma = lemmatizer()
-    try:
-        return [simplemma.lemmatize(w, lang=language).lower() if w.isalpha() else w for w in words]
-    except ValueError as error:
-        raise InputError(f"simplemma has no lemmas for the language {language!r} ({error}); pass --language none") from None
-
-
-def bare(piece: str) -> str:
-    """The text of a token without the mark that it continues a word."""
-    return piece.removeprefix("##").strip() or piece
 
 
 def usable_tokens(vocabulary: Vocabulary) -> Tensor:

@@ -86,6 +86,7 @@ def obfuscate_file(
     about = {
         "model": model, "embedding": obfuscator.table.model, "shadows": asdict(obfuscator.table.settings), "beam": beam,
         "seed": seed, "data": _digest(examples), "places": PLACES, "table": SCHEMA,
+        "tokenizer": obfuscator.table.tokenizer,
     }  # fmt: skip
     with appended(part) as file:
         # Another run may have written them while this one began.

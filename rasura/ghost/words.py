@@ -1,0 +1,66 @@
+"""What the tokens of a vocabulary look like to a reader: their texts, letters and lemmas."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import unicodedata
+from functools import lru_cache
+from typing import Any
+
+from rasura.core.interfaces import InputError, MissingExtra
+from rasura.core.values import Vocabulary
+
+
+@lru_cache(maxsize=8)
+def token_texts(vocabulary: Vocabulary) -> tuple[str, ...]:
+    """The text of every token alone, lower case."""
+    return tuple(vocabulary.decode([i]).strip().lower() for i in range(vocabulary.size))
+
+
+@lru_cache(maxsize=8)
+def vocabulary_digest(vocabulary: Vocabulary) -> str:
+    """What tells a tokenizer from others by what a table depends on: two may share one embedding."""
+    told = (token_texts(vocabulary), sorted(vocabulary.special_ids), sorted(vocabulary.unused_ids))
+    return hashlib.sha256(json.dumps(told).encode()).hexdigest()
+
+
+def lemmatizer() -> Any:
+    """The lemma library. Raises ``MissingExtra`` with the command to install it."""
+    try:
+        import simplemma
+    except ImportError:
+        raise MissingExtra("lemmas need simplemma: pip install 'rasura[ghost]', or pass --language none") from None
+    return simplemma
+
+
+def lemmas(vocabulary: Vocabulary, language: str | None) -> list[str]:
+    """The lemma of every token, by its ``letters``; without a ``language``, the letters themselves.
+
+    Tokens of the same letters have one lemma, where the paper takes a subword for its own (sec. 2.2): ``##i`` in place of
+    ``i``, or ``₃`` of ``3``, would show it. Raises ``InputError`` if simplemma is missing or does not know the language.
+    """
+    words = [bare(text) for text in token_texts(vocabulary)]
+    if language is None:
+        return [letters(word) for word in words]
+    simplemma = lemmatizer()
+    found: dict[str, str] = {}
+    try:
+        for word in words:
+            plain = unicodedata.normalize("NFKC", word)
+            lemma = simplemma.lemmatize(plain, lang=language) if plain.isalpha() else plain
+            found.setdefault(letters(word), letters(lemma))
+    except ValueError as error:
+        raise InputError(f"simplemma has no lemmas for the language {language!r} ({error}); pass --language none") from None
+    return [found[letters(word)] for word in words]
+
+
+def bare(piece: str) -> str:
+    """The text of a token without the mark that it continues a word."""
+    return piece.removeprefix("##").strip() or piece
+
+
+def letters(word: str) -> str:
+    """What a reader takes ``word`` for: without accents, case, and forms such as subscripts, full width and ligatures."""
+    parts = unicodedata.normalize("NFKD", word)
+    return "".join(c for c in parts if not unicodedata.combining(c)).casefold() or word
