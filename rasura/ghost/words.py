@@ -11,6 +11,16 @@ from typing import Any
 from rasura.core.interfaces import InputError, MissingExtra
 from rasura.core.values import Vocabulary
 
+_UNITS = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
+    "eighteen nineteen twenty"
+)
+_TENS = "thirty forty fifty sixty seventy eighty ninety hundred"
+
+NUMERALS = {word: str(n) for n, word in enumerate(_UNITS.split())}
+NUMERALS |= {word: str(10 * n) for n, word in enumerate(_TENS.split(), 3)}
+"""English numerals and their digits: ``four`` in place of ``4`` shows it."""
+
 
 @lru_cache(maxsize=8)
 def token_texts(vocabulary: Vocabulary) -> tuple[str, ...]:
@@ -61,6 +71,8 @@ def bare(piece: str) -> str:
 
 
 def letters(word: str) -> str:
-    """What a reader takes ``word`` for: without accents, case, and forms such as subscripts, full width and ligatures."""
+    """What a reader takes ``word`` for: without accents, case, and forms such as subscripts, full width and ligatures;
+    of an English numeral, its digits."""
     parts = unicodedata.normalize("NFKD", word)
-    return "".join(c for c in parts if not unicodedata.combining(c)).casefold() or word
+    plain = "".join(c for c in parts if not unicodedata.combining(c)).casefold() or word
+    return NUMERALS.get(plain, plain)
