@@ -111,6 +111,15 @@ def test_the_ledger_remembers_whom_it_protects(tmp_path: Path) -> None:
         Ledger(ledger.defense, ledger.run).load_state_dict(broken)
 
 
+def test_a_person_written_in_several_ways_is_one() -> None:
+    """Files give one person's number as 7 and as "7", and a name with accents in two ways: each was said to be hidden, and
+    had half of their texts under another number."""
+    _, _, plain = protected(unit=["7", "r\u00e9mi", "ann"] * 8)
+    _, _, mixed = protected(unit=[7, "re\u0301mi", "ann", "7", "r\u00e9mi", " ann "] * 4)
+    assert mixed.run == plain.run and mixed.run.examples == 3
+    assert mixed.planned == plain.planned
+
+
 def test_what_no_guarantee_for_persons_covers_is_refused() -> None:
     for unit in (PERSONS[:-1], [*PERSONS[:-1], None], [*PERSONS[:-1], float("nan")], [*PERSONS[:-1], " "], [True] * 24):
         with pytest.raises(InputError, match="unit"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
@@ -230,6 +231,12 @@ def _whole(value: Any, place: str) -> int | None:
     if abs(number) >= MAX_CLASSES:
         raise InputError(f"{place}: the label is a number above {MAX_CLASSES - 1}; expected classes 0, 1, ...")
     return number
+
+
+def person(name: str | int) -> str:
+    """The one writing of a person's ``name``: a number as text, without space around it, accents composed. One person who
+    counts as two has less of a guarantee than is said."""
+    return unicodedata.normalize("NFC", str(name)).strip()
 
 
 def model_classes(model: str) -> tuple[str, ...]:

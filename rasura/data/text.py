@@ -18,7 +18,7 @@ from rasura.core.batches import Batch
 from rasura.core.interfaces import InputError
 from rasura.core.values import Task
 from rasura.core.vocabulary import readable, unknown_ids
-from rasura.data.columns import NAMES, Chosen, Columns, Labels, model_classes, taken
+from rasura.data.columns import NAMES, Chosen, Columns, Labels, model_classes, person, taken
 from rasura.data.rows import MAX_CELL, Source, shown
 
 _LOG = logging.getLogger("rasura.data")
@@ -114,23 +114,28 @@ def load_labelled(
     """Texts with the ``classes`` of a trained ``model`` as labels, of which it has ``count``. A log line says which classes
     numbers are of, where some have none: they may be counted from 1.
 
-    Raises ``InputError`` for labels that are text and not the names of these, or that have other numbers beside their names:
-    numbers that the file alone gives could exchange the classes. Also for numbers of no class. It ends in ``advice``."""
+    Raises ``InputError`` as ``check_named`` does, and for numbers of no class. It ends in ``advice``."""
     found = load_examples(source, classes=classes)
+    check_named(found, source, classes, model, advice)
+    numbers = {e.label: e.row for e in reversed(found) if e.label is not None}
+    if wrong := [n for n in numbers if not 0 <= n < count]:
+        place = f"{source}, row {numbers[wrong[-1]]}"
+        raise InputError(f"{place}: label {wrong[-1]} is none of the classes 0 .. {count - 1} of {model}; {advice}")
+    if not found.label_names and 0 < len(numbers) < count:
+        few = ", ".join(map(str, sorted(numbers)[:20])) + (", ..." if len(numbers) > 20 else "")
+        told = f"{source}: labels {few} of the classes 0 .. {count - 1} of {model}, and no others"
+        _LOG.warning(f"{told}; each number must mean the class of the model that has it")
+    return found
+
+
+def check_named(found: Examples, source: str | Path, classes: Sequence[str], model: str, advice: str) -> None:
+    """Raises ``InputError`` where the labels of ``found`` are text, and not the names of the ``classes`` of a trained
+    ``model`` with their numbers: numbers that the file alone gives could exchange the classes. It ends in ``advice``."""
     known, given = dict(enumerate(classes)), dict(enumerate(found.label_names or ()))
     if given and any(e.label is not None and known.get(e.label) != given[e.label] for e in found):
         fault = "are text" if not set(given.values()) <= set(classes) else "have other numbers than their names"
         names = f"has the classes {', '.join(classes)}" if classes else "does not name its classes"
         raise InputError(f"{source}: the labels {fault}, and {model} {names}; {advice}")
-    numbers = {e.label: e.row for e in reversed(found) if e.label is not None}
-    if wrong := [n for n in numbers if not 0 <= n < count]:
-        place = f"{source}, row {numbers[wrong[-1]]}"
-        raise InputError(f"{place}: label {wrong[-1]} is none of the classes 0 .. {count - 1} of {model}; {advice}")
-    if not given and 0 < len(numbers) < count:
-        few = ", ".join(map(str, sorted(numbers)[:20])) + (", ..." if len(numbers) > 20 else "")
-        told = f"{source}: labels {few} of the classes 0 .. {count - 1} of {model}, and no others"
-        _LOG.warning(f"{told}; each number must mean the class of the model that has it")
-    return found
 
 
 def columns_of(plan: Any) -> Columns:
@@ -178,7 +183,7 @@ def _unit(found: Any, column: str, place: str) -> str:
     """Whose a row is. A row without a person would be one of its own, to whom more is promised than holds."""
     if isinstance(found, bool) or not isinstance(found, (str, int)) or not str(found).strip():
         raise InputError(f"{place}: the column {column} names no person; expected text or a whole number in every row")
-    return str(found).strip()
+    return person(found)
 
 
 def _encodable(text: str) -> bool:

@@ -19,7 +19,7 @@ from rasura.accounting import Guarantee, Ledger
 from rasura.accounting.ledger import releases_in
 from rasura.core.interfaces import Defense, InputError
 from rasura.core.rounding import above
-from rasura.runs.drawing import DrawnLoader, OrderedLoader
+from rasura.runs.drawing import DrawnLoader, OrderedLoader, numbered
 from rasura.runs.gradient_canaries import GradientCanaries
 from rasura.runs.private import protect_training
 
@@ -119,7 +119,8 @@ class PrivateTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
             most = self.args.max_steps if self.args.max_steps > 0 else None
             epochs = self.args.num_train_epochs
             if most is not None:
-                epochs = most * plain.batch_size / max(1, len(data if self.unit is None else set(self.unit)))
+                drawn = data if self.unit is None else {*numbered(self.unit, len(self.unit))}
+                epochs = most * plain.batch_size / max(1, len(drawn))
             done = protect_training(
                 self.model, None, plain, self.defense, epochs=math.ceil(epochs), max_steps=most, delta=self.delta,
                 target_epsilon=self.target_epsilon, poisson=self.poisson, seed=self.noise_seed,

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 from rasura.accounting import Draw, Ledger
 from rasura.core.errors import InputError
 from rasura.core.rng import Randomness, permutation
+from rasura.data.columns import person
 from rasura.runs.collating import Numbered, check_order, numbering
 from rasura.runs.marks import Marks, changed, marks
 from rasura.victims.batching import by_person, drawn
@@ -236,13 +237,14 @@ def checked_loader(loader: Any) -> tuple[Any, int]:
 
 
 def numbered(unit: Sequence[str | int], count: int) -> list[int]:
-    """The number of the person of each of ``count`` rows, from what ``unit`` calls them. Raises ``InputError`` for another
-    number of entries, and for an entry that is not text or a whole number: such rows would pass for a person each."""
+    """The number of the person of each of ``count`` rows, from what ``unit`` calls them; 7, "7" and " 7" are one. Raises
+    ``InputError`` for another number of entries, and for an entry that is not text or a whole number: such rows would pass
+    for a person each."""
     if len(unit) != count:
         raise InputError(f"unit names the persons of {len(unit)} rows, but the data set has {count}")
-    found: dict[str | int, int] = {}
+    found: dict[str, int] = {}
     for row, name in enumerate(unit):
         if isinstance(name, bool) or not isinstance(name, (str, int)) or not str(name).strip():
             raise InputError(f"unit: row {row} has the person {name!r}; expected text or a whole number for every row")
-        found.setdefault(name, len(found))
-    return [found[name] for name in unit]
+        found.setdefault(person(name), len(found))
+    return [found[person(name)] for name in unit]
