@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -324,3 +325,20 @@ def test_the_command_says_what_it_found_and_writes_the_page(tmp_path: Path, mode
     assert write_report(tmp_path / "run").read_text() == page
     wrong = CliRunner().invoke(app, [str(part) for part in (*common, "--fpr", "few")])
     assert isinstance(wrong.exception, InputError) and "expected fractions" in str(wrong.exception)
+
+
+def test_labels_in_words_are_refused_for_classes_without_names(tmp_path: Path, model_folder: Path) -> None:
+    """They were numbered in the order of the file, so that members seemed to have the highest losses."""
+    named = {0: "neg", 1: "pos"}
+    plan = plan_for(model_folder, tmp_path)
+    for path in (Path(plan.members), Path(str(plan.non_members))):
+        rows = [json.loads(line) for line in path.read_text().splitlines()][::-1]
+        path.write_text("".join(json.dumps({**row, "label": named[row["label"]]}) + "\n" for row in rows))
+    with pytest.raises(InputError, match=r"the labels are text, and .* does not name its classes; give the numbers"):
+        MembershipAudit(plan, tmp_path / "run")
+    shutil.copytree(model_folder, tmp_path / "named")
+    config = json.loads((model_folder / "config.json").read_text()) | {"id2label": named, "label2id": {"neg": 0, "pos": 1}}
+    (tmp_path / "named" / "config.json").write_text(json.dumps(config))
+    prepared = MembershipAudit(replace(plan, model=str(tmp_path / "named")), tmp_path / "run")
+    labels = {e.row: e.label for e, member in zip(prepared.examples, prepared.members.tolist()) if member}
+    assert labels == {row: row % 2 for row in range(1, 25)}, "the last row of the file has the label 0"

@@ -264,7 +264,7 @@ def test_two_forward_passes_serve_all_attacks(tmp_path: Path, causal_folder: Pat
     assert torch.equal(before.losses, answers(base, prepared.rows, prepared.models.pad).losses)
     assert not torch.allclose(before.losses, prepared.models.ask(prepared.rows).losses)
     infer_membership(plan_for(tmp_path / "adapter", tmp_path), out=tmp_path / "run")
-    assert asked == [40, 40, 40, 40], "each model once here, and once in the run of all attacks"
+    assert asked == [8, 8, 40, 40] * 2, "each model once here, and once in the run of all attacks; before, about a few"
     assert "base" not in vars(prepared.models), "the base model's weights are not loaded a second time"
 
 
@@ -320,6 +320,18 @@ def test_a_base_that_is_the_audited_model_itself_compares_nothing(tmp_path: Path
     assert compared and {r["attack"] for r in records if r["status"] == "not_applicable"} == compared
     assert all("answers every text as" in r["reason"] for r in records if r["attack"] in compared)
     assert membership_findings(records, MembershipAudit(plan, tmp_path / "run").identity).missing
+
+
+def test_a_model_that_answers_as_its_base_is_not_measured(tmp_path: Path, causal_folder: Path) -> None:
+    """Attacks that ask no reference said of such a model, on which no training shows, that nothing was told."""
+    from rasura.report.membership import membership_findings
+
+    plan = plan_for(causal_folder, tmp_path, base=str(causal_folder), attacks=("loss", "zlib"))
+    records = [r.to_dict() for r in infer_membership(plan, out=tmp_path / "run")]
+    assert {r["status"] for r in records} == {"ok"}
+    found = membership_findings(records, MembershipAudit(plan, tmp_path / "run").identity)
+    assert found.missing == ("the model answers as the one on which its training began",)
+    assert not any("Not told from guessing" in sentence for sentence in found.sentences)
 
 
 def test_a_text_without_a_predicted_token_is_refused(tmp_path: Path, causal_folder: Path) -> None:

@@ -91,7 +91,8 @@ def membership_findings(records: Sequence[Mapping[str, Any]], plan: Mapping[str,
 def _missing(records: Sequence[Mapping[str, Any]], plan: Mapping[str, Any]) -> tuple[str, ...]:
     defense = str(plan.get("defense", "none"))
     parts = () if plain(defense) else names_of(defense)
-    return tuple(of_a_trained_model(parts, records, plan["attacks"], plan["n_members"] + plan["n_others"]))
+    same = [tell("the model answers as the one on which its training began")] if plan.get("untrained") else []
+    return (*same, *of_a_trained_model(parts, records, plan["attacks"], plan["n_members"] + plan["n_others"]))
 
 
 def _sentences(

@@ -44,6 +44,9 @@ FPRS = (0.01, 0.001)
 
 NO_THRESHOLD = "the attack has no threshold of its own"
 
+SOME = 8
+"""Texts that show whether the audited model answers otherwise than the one on which its training began."""
+
 POINTS = 120
 """Points of a ROC curve kept for the plot."""
 
@@ -85,6 +88,7 @@ class MembershipAudit:
         }  # fmt: skip
         self.identity |= {"label_names": list(read.label_names)} if read.label_names else {}
         self.identity |= {"n_repeated": repeated} if repeated else {}
+        self.identity |= {"untrained": True} if self.models.untrained(self.rows[:SOME]) else {}
         self._shadow_models: tuple[ShadowModel, ...] | None = None
 
     def _measurable(self, members: int, others: int) -> None:

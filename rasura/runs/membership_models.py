@@ -85,12 +85,19 @@ class QueriedModels:
         """The public model's answers. Raises ``NotApplicable`` where they are the audited model's own for each of ``rows``:
         a comparison then says nothing of what was trained."""
         found = self._answers("reference", rows)
-        if len(rows) and torch.equal(found.losses, self._answers("audited", rows).losses):
+        if self.untrained(rows):
             raise NotApplicable(
                 f"{self.plan.base} answers every text as {self.plan.model} does, so there is nothing to compare; pass the "
                 "model as it was after training, and as --base the public one from which training started"
             )
         return found
+
+    def untrained(self, rows: Sequence[Batch]) -> bool:
+        """Whether the audited model answers each of ``rows`` as the public one does: then no training shows in it."""
+        if not rows:
+            return False
+        now, before = (self._answers(which, rows).losses for which in ("audited", "reference"))
+        return torch.equal(now, before)
 
     def _answers(self, which: str, rows: Sequence[Batch]) -> Answers:
         kept = any(rows is some for some in self.kept)

@@ -6,14 +6,18 @@ from collections.abc import Hashable, Sequence
 
 from rasura.core.batches import Batch, contents, places_of_each
 from rasura.core.errors import InputError
+from rasura.data.columns import model_classes
 from rasura.data.overlap import texts_hash, wording_of
-from rasura.data.text import Example, columns_of, load_examples, place_of
+from rasura.data.text import Example, check_named, columns_of, load_examples, place_of
 from rasura.runs.membership_plan import MembershipPlan
 from rasura.runs.membership_rows import no_rows, told_by
 from rasura.runs.training import encoded
 from rasura.victims.loading import Victim
 
 Encoded = list[tuple[Example, Batch]]
+
+NUMBER_THEM = "give the numbers that the training used, or the names in id2label of the model's config.json"
+"""What to do about labels of which it is not known which class of the model they name."""
 
 
 class MembershipTexts:
@@ -91,6 +95,8 @@ class MembershipTexts:
             source, limit=limit, columns=columns_of(self.plan), label_names=self.label_names, model=self.plan.model
         )
         self.label_names = read.label_names if self.label_names is None else self.label_names
+        if self.plan.task == "classification":
+            check_named(read, source, model_classes(self.plan.model), self.plan.model, NUMBER_THEM)
         return read
 
     def _refuse_shared(self) -> None:
