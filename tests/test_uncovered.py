@@ -8,12 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from audit_setting import model_folder
+from torch.utils.data import DataLoader
 from training_setting import notes, text
 
-from rasura.accounting.ledger import counted
+import rasura
+from rasura.accounting.ledger import counted, read
+from rasura.core.errors import InputError
 from rasura.runs.train_plan import TrainPlan
 from rasura.runs.training import Training
+from rasura.testing.tiny import tiny
 from rasura.victims.recipe import Recipe
 
 pytest.importorskip("dp_accounting")
@@ -79,3 +84,42 @@ def test_a_model_that_was_trained_before_is_named(tmp_path: Path, model_folder: 
 
 def test_a_training_without_a_guarantee_has_nothing_to_limit(tmp_path: Path, model_folder: Path) -> None:
     assert warnings(tmp_path, with_copies(tmp_path, 6, 5), model_folder, "gaussian:0.1", holdout=0.3) == []
+
+
+@pytest.mark.parametrize("defense", ["dp-sgd:1.0", "dp-ftrl:1.0/band=1", "directional:100"])
+def test_a_loop_names_the_texts_that_it_met_in_several_rows(defense: str) -> None:
+    """A data set that holds its texts three times had a smaller epsilon "for each text" than one that holds them once."""
+    rows = [{"input_ids": [1, 40 + k, 3, 2], "attention_mask": [1] * 4, "labels": k % 2} for k in range(8)]
+    longer = {"input_ids": [1, 7, 7, 7, 7, 2], "attention_mask": [1] * 6, "labels": 0}
+    once, thrice = (_looped(defense, [*rows, longer] * times) for times in (1, 3))
+    assert once.spent().warnings == ()
+    (said,) = thrice.spent().warnings
+    assert re.match(r"the guarantee is for one row, and [2-9] different training texts stand in several, up to [23]\.", said)
+    state = json.loads(json.dumps(thrice.state_dict()))
+    assert state["copies"] == list(thrice.copies) and state["copies"][0] > 1
+    if not defense.startswith("dp-ftrl"):
+        resumed = _looped(defense, rows * 3, begin=False, extra=3)
+        resumed.load_state_dict(state)
+        assert resumed.spent().warnings == (said,)
+    for broken in ([1], 3, [1, -1], None):
+        with pytest.raises(InputError, match="copies"):
+            read({**state, "copies": broken})
+
+
+def _looped(defense: str, rows: list[Any], *, begin: bool = True, extra: int = 0) -> Any:
+    def collate(some: list[Any]) -> dict[str, Any]:
+        longest = max(len(one["input_ids"]) for one in some)
+        made = {n: torch.zeros(len(some), longest, dtype=torch.long) for n in ("input_ids", "attention_mask")}
+        for place, one in enumerate(some):
+            for name, whole in made.items():
+                whole[place, : len(one[name])] = torch.tensor(one[name])
+        return {**made, "labels": torch.tensor([one["labels"] for one in some])}
+
+    data: Any = [*rows, *rows[:extra]]
+    loader: Any = DataLoader(data, 20, collate_fn=collate)
+    model: Any = tiny("bert", "classification", num_labels=2)
+    model, _, loader, ledger = rasura.protect_training(model, None, loader, defense, epochs=2)
+    for batch in loader if begin else ():
+        model(**batch).loss.backward()
+        model.zero_grad()
+    return ledger

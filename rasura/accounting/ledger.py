@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rasura.accounting.compositions import BANDED, composition
-from rasura.accounting.guarantees import Guarantee, Run, guarantee, planned_releases, stated
+from rasura.accounting.guarantees import Guarantee, Run, beside, guarantee, planned_releases, stated
 from rasura.accounting.releases import UNPROVEN, Counted, Draw, Release
 from rasura.core.errors import InputError
 from rasura.core.values import Mechanism
@@ -41,6 +41,7 @@ class Ledger:
         self._sized = bool(sizes)
         self.runs: list[Counted] = []
         self.unmade: list[Counted] = []
+        self.copies = (0, 0)  # texts that were seen in several rows, and in how many at most
         self._passes = 0
         self._check_target(self.planned)
 
@@ -164,7 +165,7 @@ class Ledger:
         """The guarantee of the releases made; after ``end``, of the whole plan."""
         carrier = None if self.formal is None else self.formal.name
         found = stated([*self.runs, *self.unmade], self.run, carrier=carrier, why=self.why, planned=False)
-        return _with_unmade(found, self._not_made)
+        return beside(found, self._not_made, self.copies)
 
     @property
     def _not_made(self) -> int:
@@ -175,6 +176,7 @@ class Ledger:
         return {
             **({} if self.run.unit == "text" else {"unit": self.run.unit}),
             **({"unmade": self._not_made} if self.unmade else {}),
+            **({"copies": list(self.copies)} if any(self.copies) else {}),
             "version": VERSION, "examples": self.run.examples, "batch_size": self.run.batch_size, "delta": self.run.fails,
             "passes": self._passes, "defense": [m.name for m in self.defense],
             "runs": [{"release": release.to_dict(), "count": count} for release, count in [*self.runs, *self.unmade]],
@@ -204,7 +206,7 @@ class Ledger:
         whole = self._whole(runs, passes)
         says = "the loaded releases count as well. Plan fewer epochs, or pass more noise in place of a target; now it is "
         self._check_target(whole, says)
-        self.runs, self._passes, self.planned = runs, passes, whole
+        self.runs, self._passes, self.planned, self.copies = runs, passes, whole, copies_in(state)
 
     def save(self, path: str | Path) -> None:
         """Write ``state_dict`` as JSON."""
@@ -213,17 +215,6 @@ class Ledger:
     def load(self, path: str | Path) -> None:
         """``load_state_dict`` of what ``save`` wrote. Raises ``InputError`` if the file is missing or not a ledger."""
         self.load_state_dict(parsed(path)[0])
-
-
-def _with_unmade(found: Guarantee, unmade: int) -> Guarantee:
-    """``found``, which says that so many of the releases that count were ``unmade``."""
-    if not unmade or (found.epsilon is None and found.otherwise is None):
-        return found
-    says = (
-        f"{unmade} of these were not made: the training ended before its plan. They count, since when it ended may depend "
-        "on the texts"
-    )
-    return replace(found, warnings=(*found.warnings, says))
 
 
 def _alike(release: Release, planned: Release) -> bool:
@@ -261,18 +252,19 @@ def counted(path: str | Path, delta: float | None = None) -> Guarantee:
 
     def at(fails: float) -> Guarantee:
         run = Run(state["examples"], state["batch_size"], 1, fails, unit=state.get("unit", "text"))
-        return _with_unmade(stated(runs, run, carrier=next(iter(names)), planned=False), state.get("unmade", 0))
+        said = stated(runs, run, carrier=next(iter(names)), planned=False)
+        return beside(said, state.get("unmade", 0), copies_in(state))
 
     own = at(state["delta"])
-    beside = [one for one in said if one not in own.warnings]
+    more = [one for one in said if one not in own.warnings]
     found = own if delta is None else at(delta)
-    return replace(found, warnings=(*found.warnings, *beside))
+    return replace(found, warnings=(*found.warnings, *more))
 
 
 def read(state: Any) -> tuple[list[Counted], int]:
     """The releases of a ``state_dict``, and the number of its last pass. Raises ``InputError`` for anything else."""
     names = {"version", "examples", "batch_size", "delta", "passes", "defense", "runs"}
-    if not isinstance(state, Mapping) or set(state) - {"unit", "unmade"} != names or state["version"] != VERSION:
+    if not isinstance(state, Mapping) or set(state) - {"unit", "unmade", "copies"} != names or state["version"] != VERSION:
         raise InputError(f"no state of a ledger; expected an object of version {VERSION} with {', '.join(sorted(names))}")
     whole = (
         _count(state["passes"], 0)
@@ -289,10 +281,19 @@ def read(state: Any) -> tuple[list[Counted], int]:
         if not isinstance(one, Mapping) or set(one) != {"release", "count"} or not _count(one["count"], 1):
             raise InputError("the state of a ledger holds an entry that is not a release with its count")
         runs.append((Release.read(one["release"]), int(one["count"])))
+    copies_in(state)
     numbers = [release.number for release, _ in runs if release.number is not None]
     if max(numbers, default=0) > state["passes"]:
         raise InputError("the state of a ledger has a release in a pass that did not begin")
     return runs, state["passes"]
+
+
+def copies_in(state: Mapping[str, Any]) -> tuple[int, int]:
+    """How many texts a ``state_dict`` says were seen in several rows, and in how many at most."""
+    found = state.get("copies", [0, 0])
+    if not isinstance(found, list) or len(found) != 2 or not all(_count(one, 0) for one in found):
+        raise InputError("the state of a ledger does not say of how many texts there are copies")
+    return found[0], found[1]
 
 
 def _count(value: Any, min_value: int) -> bool:

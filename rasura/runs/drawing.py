@@ -17,7 +17,7 @@ from rasura.core.errors import InputError
 from rasura.core.rng import Randomness, permutation
 from rasura.data.columns import person
 from rasura.runs.collating import Numbered, check_order, numbering
-from rasura.runs.marks import Marks, changed, marks
+from rasura.runs.marks import Copies, Marks, changed, marks
 from rasura.victims.batching import by_person, drawn
 from rasura.victims.fixed_order import FixedOrder
 
@@ -111,7 +111,7 @@ class DrawnLoader(DataLoader[Any]):
         count = len(data) if owners is None else len(set(owners))
         self.drawn, self.ledger, self.owners = Batches(count, size, rng, poisson=poisson, owners=owners), ledger, owners
         self.turn = Pass(self.drawn)
-        self.left_out = False
+        self.left_out, self.copies = False, Copies()
         entries: dict[str, Sequence[int] | None] = {ROW: None, **({} if owners is None else {OWNER: owners})}
         super().__init__(
             Numbered(data), batch_sampler=self.turn, collate_fn=numbering(loader, masked, entries),
@@ -150,6 +150,8 @@ class DrawnLoader(DataLoader[Any]):
         if self.owners is not None and list(owners or ()) != [self.owners[row] for row in rows]:
             raise InputError(f"{OWNER} names other persons than those of the rows that were drawn; pass it on as it is")
         check_values(handed, drawn, rows, inputs)
+        if self.owners is None:
+            self.ledger.copies = max(self.ledger.copies, self.copies.seen(inputs, rows))
         if turn.number is None:
             turn.number = self.ledger.begin()
         return Draw("poisson", self.drawn.rate) if self.drawn.poisson else Draw("disjoint", number=turn.number)
@@ -175,6 +177,7 @@ class OrderedLoader(DataLoader[Any]):
         data, _ = checked_loader(loader)
         self.order = order
         self.handed: dict[int, Marks] = {}
+        self.copies = Copies()
         super().__init__(
             Numbered(data), batch_sampler=order.parts, collate_fn=numbering(loader, masked, {ROW: None}),
             num_workers=loader.num_workers, pin_memory=loader.pin_memory,
@@ -202,6 +205,7 @@ class OrderedLoader(DataLoader[Any]):
         if place not in self.handed:
             raise InputError(f"dp-ftrl: this batch was not handed out by the loader: {ONCE}")
         check_values(self.handed[place], self.order.parts[place], rows, inputs)
+        self.order.ledger.copies = max(self.order.ledger.copies, self.copies.seen(inputs, rows))
         return draw
 
     def release(self) -> None:

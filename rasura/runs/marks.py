@@ -19,6 +19,26 @@ def marks(batch: Mapping[str, Any], rows: int) -> Marks:
     return {n: _marks(t.detach()) for n, t in tensors.items()}
 
 
+class Copies:
+    """Texts that were seen in several rows, by what the model takes of them, without padding at the end."""
+
+    def __init__(self) -> None:
+        self.rows: dict[int, set[int]] = {}
+        self.often: dict[int, int] = {}
+
+    def seen(self, inputs: Mapping[str, Tensor], rows: Sequence[int]) -> tuple[int, int]:
+        """How many texts were seen in several rows, with ``rows`` of the batch ``inputs``, and in how many at most."""
+        ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
+        if ids is not None and ids.dim() == 2:
+            whole = ids + 1 if mask is None or mask.shape != ids.shape else (ids + 1) * mask  # so that no token is padding
+            for row, mark in zip(rows, _marks(whole.detach()).tolist(), strict=True):
+                theirs = self.rows.setdefault(mark, set())
+                theirs.add(row)
+                if len(theirs) > 1:
+                    self.often[mark] = len(theirs)
+        return len(self.often), max(self.often.values(), default=0)
+
+
 def changed(before: Marks, order: Sequence[int], batch: Mapping[str, Tensor]) -> tuple[str, int] | None:
     """The first entry of ``batch`` that was handed out with other values, and the first such row; None if all are as
     they were. ``order``: which row of ``before`` each row of ``batch`` is. Entries of only one of both are not compared."""

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from rasura.accounting.guarantees import of_copies
 from rasura.core.batches import Batch, contents
 from rasura.runs.membership_rows import trained_under
 from rasura.runs.train_plan import TrainPlan
@@ -19,12 +20,7 @@ def uncovered(plan: TrainPlan, rows: Sequence[Batch], held: Sequence[int], owned
 
 def _repeated(rows: Sequence[Batch]) -> list[str]:
     often = [count for count in Counter(one for row in rows for one in contents(row)).values() if count > 1]
-    if not often:
-        return []
-    return [
-        f"the guarantee is for one row, and {len(often)} different training texts stand in several, up to {max(often)}. "
-        "Such a text has up to so many times the epsilon, at a delta that grows by far more. Remove the copies"
-    ]
+    return of_copies(len(often), max(often, default=0))
 
 
 def _chose(plan: TrainPlan, held: int) -> list[str]:
