@@ -288,13 +288,13 @@ def beside(found: Guarantee, unmade: int, copies: tuple[int, int]) -> Guarantee:
         f"{unmade} of these were not made: the training ended before its plan. They count, since when it ended may depend "
         "on the texts"
     )
-    return replace(found, warnings=(*found.warnings, *([ended] if unmade else []), *of_copies(*copies)))
+    return replace(found, warnings=(*found.warnings, *([ended] if unmade else []), *of_copies(*copies, "at least ")))
 
 
-def of_copies(texts: int, most: int) -> list[str]:
-    """What to say of ``texts`` that stand in several rows each, up to ``most``; nothing of none."""
+def of_copies(texts: int, most: int, least: str = "") -> list[str]:
+    """What to say of ``texts`` in several rows each, up to ``most``; nothing of none. ``least``: if there may be more."""
     says = (
-        f"the guarantee is for one row, and {texts} different training texts stand in several, up to {most}. "
-        "Such a text has up to so many times the epsilon, at a delta that grows by far more. Remove the copies"
+        f"the guarantee is for one row, and {least}{texts} different training texts stand in several, one in {least}{most}. "
+        "Such a text has up to as many times the epsilon as rows, at a delta that grows by far more. Remove the copies"
     )
     return [says] if texts else []
