@@ -97,11 +97,11 @@ def test_the_report_of_an_interrupted_run_says_that_it_is_unfinished(tmp_path: P
 def test_an_audit_hashes_the_weights_once(tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hashed: list[str] = []
 
-    def counted(model: nn.Module) -> str:
+    def counted(model: nn.Module, **how: Any) -> str:
         hashed.append(fingerprint(model))
         return hashed[-1]
 
-    monkeypatch.setattr("rasura.runs.described.fingerprint", counted)
+    monkeypatch.setattr("rasura.victims.fingerprint.fingerprint", counted)
     run_audit(plan_for(model_folder), tmp_path, "cpu", Ending(as_json=True), workers=1)
     store = RunStore(tmp_path)
     assert len(store) and hashed == [store.about["model"]]

@@ -97,8 +97,12 @@ def test_other_data_or_weights_are_refused(file: Path) -> None:
     content = read_bundle(file)
     with pytest.raises(InputError, match="data here is not that of the run"):
         Reproduction({**content, "plan": {**content["plan"], "texts": ["another text"], "limit": 1}})
-    with pytest.raises(InputError, match="weights here are not those of the run"):
-        Reproduction({**content, "about": {**content["about"], "model": "0" * 16}})
+    about = content["about"]
+    for name, other in (
+        ("model", "0" * 16), ("tokenizer of the model", "0" * 16), ("configuration of the model", {"hidden_act": '"relu"'})
+    ):  # fmt: skip
+        with pytest.raises(InputError, match=f"the {name} here is not that of the run"):
+            Reproduction({**content, "about": {**about, name: other}})
     assert "did not store a fingerprint" in Reproduction({**content, "about": {}}).unchecked[0]
     with pytest.raises(InputError, match="only audits of updates"):
         Reproduction({**content, "plan": {**content["plan"], "kind": "service"}})

@@ -15,10 +15,12 @@ from rasura.report.findings import findings
 from rasura.report.head import Made
 from rasura.report.verdicts import READS
 
+MADE_WITH: dict[str, Any] = {"tokenizer of the model": "t", "configuration of the model": {"act": "gelu", "heads": "2"}}
+
 
 def run(rows: list[dict[str, Any]], data: str = "d", model: str | None = "m", **plan: Any) -> Run:
     rows = [{**r, "data": data} for r in rows]
-    return Run(rows, plan, Made((), {} if model is None else {"model": model}), findings(rows))
+    return Run(rows, plan, Made((), {} if model is None else {"model": model, **MADE_WITH}), findings(rows))
 
 
 def words(first: Run, second: Run) -> dict[tuple[str, str], str]:
@@ -91,7 +93,7 @@ def test_an_attack_that_applies_in_neither_run_is_the_same_in_both() -> None:
 def test_what_differs_is_said() -> None:
     a, b = run(READ, model="aa", budget="quick", data="x"), run(READ, model="bb", budget="paper", data="x")
     assert compared(a, b).settings == ("budget: quick, then paper", "the weights of the model: aa, then bb")
-    assert "may differ" in compared(a, run(READ, model=None, data="x")).settings[-1]
+    assert all("may differ" in line for line in compared(a, run(READ, model=None, data="x")).settings[1:])
     with pytest.raises(InputError, match="different things"):
         compared(a, run(READ, kind="service"))
     assert GUESS < 1
@@ -108,7 +110,7 @@ def test_what_the_names_of_a_plan_stand_for_is_compared() -> None:
             "machine": "m",
             "packages": {"python": "3.12", "torch": torch},
         }
-        about = {"model": "m", "reference text": reference, "code of own methods": {"AttackSpec mine": own}}
+        about = {"model": "m", **MADE_WITH, "reference text": reference, "code of own methods": {"AttackSpec mine": own}}
         return replace(run(READ), made=Made((sitting,), about))
 
     one = made("aa", "bb", "2.6")
@@ -119,6 +121,19 @@ def test_what_the_names_of_a_plan_stand_for_is_compared() -> None:
     )  # fmt: skip
     older = replace(one, made=replace(one.made, about={"model": "m"}))
     assert "reference text: not set, then aa" in compared(older, one).settings
+    unknown = "tokenizer of the model: not recorded in one of the runs, so it may differ"
+    assert all(unknown in compared(*pair).settings for pair in ((older, one), (one, older), (older, older)))
+    with_prior = replace(older, plan={"language_model": "p"})
+    assert any(line.startswith("language model: not recorded") for line in compared(with_prior, with_prior).settings)
+    about = {
+        **MADE_WITH,
+        "model": "m",
+        "tokenizer of the model": "u",
+        "configuration of the model": {"act": "gelu", "heads": "1"},
+    }
+    assert compared(run(READ), replace(run(READ), made=Made((), about))).settings == (
+        "tokenizer of the model: t, then u", "configuration of the model: heads 2, then heads 1",
+    )  # fmt: skip
 
 
 @pytest.mark.slow

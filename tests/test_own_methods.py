@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from audit_setting import TEXTS, model_folder, plan_for
+from audit_setting import TEXTS, causal_folder, model_folder, plan_for
 from training_setting import notes
 from transformers import AutoTokenizer
 
@@ -23,6 +24,8 @@ from rasura.core.interfaces import InputError, Transform
 from rasura.core.run_store import RunStore
 from rasura.core.values import Grant, Mechanism, Reconstruction, Stage
 from rasura.registry import ATTACKS, MEMBERSHIP, SERVICE_ATTACKS, SERVICE_METRICS, SERVICE_PROTECTIONS
+from rasura.report.compare import compared
+from rasura.report.page import opened
 from rasura.runs.audit import Audit
 from rasura.runs.described import own_code
 from rasura.runs.identity import identity_of
@@ -30,7 +33,7 @@ from rasura.runs.train_plan import TrainPlan
 from rasura.runs.training import Training
 from rasura.testing.tiny import tiny
 
-__all__ = ["model_folder"]
+__all__ = ["causal_folder", "model_folder"]
 
 
 def scaled(by: float, name: str = "scaled") -> Transform[Any, Any, Any]:
@@ -119,6 +122,47 @@ def test_a_run_is_not_resumed_with_another_language_model(model_folder: Path, tm
     assert run(0.0) == 3 and run(0.0) == 0
     with pytest.raises(InputError, match="another language model"):
         run(1.0)
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "said"),
+    [
+        ("tokenizer_config.json", '"do_lower_case": true', '"do_lower_case": false', "another tokenizer of the"),
+        ("tokenizer_config.json", '"strip_accents": null', '"strip_accents": false', "another tokenizer of the"),
+        (
+            "tokenizer_config.json",
+            '"tokenize_chinese_chars": true',
+            '"tokenize_chinese_chars": false',
+            "another tokenizer of the",
+        ),
+        ("tokenizer.json", '"alpha": 5,', '"gamma": 5,', "another tokenizer of the"),
+        ("config.json", '"num_attention_heads": 4', '"num_attention_heads": 2', "(num_attention_heads: 4, now 2)"),
+        ("config.json", '"hidden_act": "gelu"', '"hidden_act": "relu"', '(hidden_act: "gelu", now "relu")'),
+        ("tokenizer_config.json", "{", '{"padding_side": "left",', "(tokenizer_padding_side: right, now left)"),
+    ],
+)
+@pytest.mark.parametrize("role", ["model", "language model"])
+def test_a_run_is_not_resumed_with_another_tokenizer_or_configuration(
+    model_folder: Path, causal_folder: Path, tmp_path: Path, role: str, file: str, old: str, new: str, said: str
+) -> None:
+    """The weights are the same, and another tokenizer or number of heads makes another model of them."""
+    if role != "model" and "another tokenizer" not in said:
+        pytest.skip("a decoder has other names for these, and a language model pads nothing")
+    folder = tmp_path / "model"
+    shutil.copytree(model_folder if role == "model" else causal_folder, folder)
+    named = {"folder": folder} if role == "model" else {"folder": model_folder, "language_model": str(folder)}
+    plan = plan_for(**named, attacks=("blind",), defenses=("none",), limit=1)
+    assert len(list(rasura.audit(plan, out=tmp_path / "run"))) == 1
+    assert list(rasura.audit(plan, out=tmp_path / "run")) == []
+    before = (folder / file).read_text()
+    assert old in before
+    (folder / file).write_text(before.replace(old, new, 1))
+    with pytest.raises(InputError, match=re.escape(said)):
+        list(rasura.audit(plan, out=tmp_path / "run"))
+    assert len(list(rasura.audit(plan, out=tmp_path / "now"))) == 1
+    runs = [opened(tmp_path / name) for name in ("run", "now")]
+    (differs,) = (line for line in compared(*runs).settings if not line.startswith("language model:"))
+    assert differs.startswith(("tokenizer of the " if "another tokenizer" in said else "configuration of the ") + role)
 
 
 def test_texts_that_are_equal_for_the_model_are_one_example(model_folder: Path) -> None:

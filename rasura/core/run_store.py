@@ -166,13 +166,8 @@ class RunStore:
         for name in fixed:
             if name not in held and len(self):
                 raise InputError(f"{self.folder} does not say of which {name} its results are; choose another --out")
-            was, now = (v if isinstance(v, Mapping) else {"": v} for v in (held.get(name, {}), facts[name]))
-            for part in now:
-                if part in was and was[part] != now[part]:
-                    raise InputError(
-                        f"{self.folder} holds the results of another {name} (fingerprint {was[part]}, now {now[part]}); "
-                        "choose another --out"
-                    )
+            if said := changed(held.get(name, {}), facts[name]):
+                raise InputError(f"{self.folder} holds the results of another {name} ({said}); choose another --out")
         merged = {k: {**held.get(k, {}), **v} if isinstance(v, Mapping) else v for k, v in facts.items()}
         told = {**held, **merged}
         if canonical(told) == canonical(held):
@@ -206,6 +201,15 @@ class RunStore:
     def close(self) -> None:
         """Close the store."""
         self._db.close()
+
+
+def changed(was: str | Mapping[str, str], now: str | Mapping[str, str]) -> str:
+    """The first difference between two values of a fact, or between entries that both have, in words; empty without any."""
+    before, after = (one if isinstance(one, Mapping) else {"": one} for one in (was, now))
+    for part in after:
+        if part in before and before[part] != after[part]:
+            return f"{f'{part}:' if part.isidentifier() else 'fingerprint'} {before[part]}, now {after[part]}"
+    return ""
 
 
 @contextmanager

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import groupby
 from typing import Any
 
@@ -39,6 +42,27 @@ class Vocabulary:
 
 NO_TEXT = Vocabulary(0, decode=lambda ids: "", encode=lambda text: [])
 """The vocabulary of a step on images."""
+
+
+PROBED = 256
+"""Tokens that ``tokenizer_digest`` joins into one text."""
+
+ACCENTS = str.maketrans("aeiou", "\u00e1\u00e9\u00ed\u00f3\u00fa")
+UNUSUAL = "\ufb01ne \u2083\uff13 \u65e5\u672c\u8a9e a\u200bb\u0000c  d\te\n\nf \U0001f600 1234567 don't"
+"""Characters that tokenizers clean, split or join in different ways."""
+
+
+@lru_cache(maxsize=8)
+def tokenizer_digest(vocabulary: Vocabulary) -> str:
+    """Sixteen hex digits that tell a tokenizer from others by what it does, since its file differs between versions of a
+    library: the text of every token, the tokens of these texts in a row, as they are, capitalized and with accents, those of
+    unusual characters, and the special tokens."""
+    v = vocabulary
+    words = [v.decode([i]) for i in range(v.size)]
+    rows = [" ".join(words[k : k + PROBED]) for k in range(0, v.size, PROBED)]
+    read = [v.encode(text) for row in rows for text in (row, row.title(), row.translate(ACCENTS))]
+    frame = (v.prefix, v.suffix, v.pad_id, *(sorted(some) for some in (v.special_ids, v.unused_ids, v.unknown_ids)))
+    return hashlib.sha256(json.dumps([words, read, v.encode(UNUSUAL), frame]).encode()).hexdigest()[:16]
 
 
 def readable(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from rasura.core.values import Vocabulary
+from rasura.core.vocabulary import tokenizer_digest
 from rasura.ghost.groups import grouped
 from rasura.ghost.table import (
     POLICY,
@@ -20,7 +21,7 @@ from rasura.ghost.table import (
     token_embedding,
     usable_tokens,
 )
-from rasura.ghost.words import lemmas, token_texts, vocabulary_digest
+from rasura.ghost.words import lemmas, token_texts
 
 _MADE: dict[tuple[str, str, ShadowSettings], ShadowTable] = {}
 
@@ -31,7 +32,7 @@ def made_for(model: nn.Module, vocabulary: Vocabulary, settings: ShadowSettings,
     ``digest``: that of the model's embedding, where it was just taken.
     """
     table = token_embedding(model)
-    key = (digest or embedding_digest(table), vocabulary_digest(vocabulary), settings)
+    key = (digest or embedding_digest(table), tokenizer_digest(vocabulary), settings)
     if key not in _MADE:
         _MADE[key] = _made(table, vocabulary, settings)
     return _MADE[key]
@@ -47,6 +48,6 @@ def _made(table: Tensor, vocabulary: Vocabulary, settings: ShadowSettings) -> Sh
     usable = padded(usable_tokens(vocabulary)) & ~kept
     names = [*lemmas(vocabulary, settings.language), *(f"\0{i}" for i in range(beyond))][: len(table)]
     allowed = padded(read_as_written(vocabulary)) if settings.round_trip else None
-    found = replace(search(table, names, usable, settings, allowed), tokenizer=vocabulary_digest(vocabulary))
+    found = replace(search(table, names, usable, settings, allowed), tokenizer=tokenizer_digest(vocabulary))
     found.relaxed[kept] = POLICY
     return found if settings.group == 1 else grouped(found, table, names, vocabulary)

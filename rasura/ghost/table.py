@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from rasura.core.interfaces import InputError
 from rasura.core.values import Vocabulary
+from rasura.core.vocabulary import tokenizer_digest
 from rasura.core.word_rows import token_rows
 from rasura.ghost.neighbours import common, neighbours
-from rasura.ghost.words import bare, vocabulary_digest
+from rasura.ghost.words import bare
 
 RELAXED = ("none", "overlap", "overlap and mutual neighbours", "no substitute", "kept by policy")
 """By code in the table: the criterion that was given up for a token without any neighbour left at
@@ -24,7 +25,7 @@ RELAXED = ("none", "overlap", "overlap and mutual neighbours", "no substitute", 
 
 NONE, POLICY = RELAXED.index("no substitute"), RELAXED.index("kept by policy")
 
-SCHEMA = 5
+SCHEMA = 6
 
 TENSORS = ("offsets", "ids", "k", "relaxed", "groups")
 """The tensors of a table's file."""
@@ -150,7 +151,7 @@ class ShadowTable:
 
     def check_tokenizer(self, vocabulary: Vocabulary) -> None:
         """Raises ``InputError`` where the table was made for another tokenizer: the same ids may be other words."""
-        if self.tokenizer != vocabulary_digest(vocabulary):
+        if self.tokenizer != tokenizer_digest(vocabulary):
             raise InputError("the shadow table was made for another tokenizer; make one for this tokenizer")
 
     def differs(self, asked: Mapping[str, Any]) -> str:

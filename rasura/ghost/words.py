@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import unicodedata
 from functools import lru_cache
 from typing import Any
@@ -26,13 +24,6 @@ NUMERALS |= {word: str(10 * n) for n, word in enumerate(_TENS.split(), 3)}
 def token_texts(vocabulary: Vocabulary) -> tuple[str, ...]:
     """The text of every token alone, lower case."""
     return tuple(vocabulary.decode([i]).strip().lower() for i in range(vocabulary.size))
-
-
-@lru_cache(maxsize=8)
-def vocabulary_digest(vocabulary: Vocabulary) -> str:
-    """What tells a tokenizer from others by what a table depends on: two may share one embedding."""
-    told = (token_texts(vocabulary), sorted(vocabulary.special_ids), sorted(vocabulary.unused_ids))
-    return hashlib.sha256(json.dumps(told).encode()).hexdigest()
 
 
 def lemmatizer() -> Any:

@@ -18,7 +18,13 @@ from rasura.report.readings import Reading, reading
 from rasura.report.scores import BLIND, Record, about_texts, cells_of, setting_of
 from rasura.report.verdicts import WORDS, Verdict
 
-FACTS = ("reference text", "language model", "code of own methods", "file of a protection")
+BESIDE = ("tokenizer of the {}", "configuration of the {}")
+"""Fingerprints that a run stores of a model beside that of its weights."""
+
+FACTS = (
+    *(kind.format("model") for kind in BESIDE), "reference text", "language model",
+    *(kind.format("language model") for kind in BESIDE), "code of own methods", "file of a protection",
+)  # fmt: skip
 """Fingerprints that a run stores, beside those of its weights and data, of what keeps its name when it changes."""
 
 CHANGED, NOISE, UNKNOWN, SAME = "changed", "not told from noise", "not comparable", "the same"
@@ -216,10 +222,16 @@ def _settings(first: Run, second: Run) -> tuple[str, ...]:
         said.append("the weights of the model: not recorded in one of the runs, so they may differ")
     elif models[0] != models[1]:
         said.append(f"the weights of the model: {models[0]}, then {models[1]}")
+    expected = {kind.format("model") for kind in BESIDE}
+    if "language_model" in first.plan and "language_model" in second.plan:
+        expected |= {"language model", *(kind.format("language model") for kind in BESIDE)}
     for what in FACTS:
         was, now = (run.made.about.get(what) for run in (first, second))
-        if was != now:
-            said.append(f"{what}: {_shown(was)}, then {_shown(now)}")
+        if None in (was, now) and what in expected:
+            said.append(f"{what}: not recorded in one of the runs, so it may differ")
+        elif was != now:
+            parts = _differing(was, now) if isinstance(was, Mapping) and isinstance(now, Mapping) else (was, now)
+            said.append(f"{what}: {_shown(parts[0])}, then {_shown(parts[1])}")
     versions = [_versions(run) for run in (first, second)]
     for package in sorted({*versions[0], *versions[1]} if all(versions) else ()):
         was, now = (known.get(package, ["not installed"]) for known in versions)
@@ -239,6 +251,11 @@ def _versions(run: Run) -> dict[str, list[str]]:
         for package, version in dict(one["packages"]).items():  # type: ignore[arg-type]  # a mapping by its form
             found[package][version] = None
     return {package: list(some) for package, some in found.items()}
+
+
+def _differing(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[dict[str, Any] | None]:
+    """The entries of each that the other has not, or has otherwise; None for a side without any."""
+    return [{k: v for k, v in one.items() if v != other.get(k)} or None for one, other in ((was, now), (now, was))]
 
 
 def _shown(value: Any) -> str:

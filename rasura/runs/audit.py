@@ -116,7 +116,7 @@ class Audit:
     def describe(self, store: RunStore) -> None:
         """Store what the run is of. Raises ``InputError`` if ``store`` holds results of other weights, texts or methods."""
         fixed = {**self.data.fixed(self.plan.skip), **self.lending.fixed, "code of own methods": code_of(self.own)}
-        describe_run(store, self.victim.model, len(self.cells), self.defenses, self.methods.defenses, self.attacks,
+        describe_run(store, self.victim, len(self.cells), self.defenses, self.methods.defenses, self.attacks,
                      self.methods.attacks, fixed)  # fmt: skip
 
     def left(self, store: RunStore) -> list[list[Cell]]:

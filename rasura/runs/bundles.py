@@ -13,12 +13,12 @@ from typing import Any
 from rasura.core.errors import InputError
 from rasura.core.files import read_limited, write_whole
 from rasura.core.records import SCHEMA, Record, canonical, wrong_in
-from rasura.core.run_store import RunStore
+from rasura.core.run_store import RunStore, changed
 from rasura.report.scores import BLIND
 from rasura.runs.audit import Audit
 from rasura.runs.cells import Cell
+from rasura.runs.described import of_model
 from rasura.runs.plans import plan_of
-from rasura.victims.fingerprint import fingerprint
 
 FORMAT = "rasura bundle 1"
 MAX_BYTES = 1 << 30
@@ -102,10 +102,11 @@ class Reproduction:
             raise InputError(
                 f"the data here is not that of the run (fingerprint {self.prepared.data_name}, expected {name})"
             )
-        expected, found = content["about"].get("model"), fingerprint(self.prepared.victim.model)
-        if expected not in (None, found):
-            raise InputError(f"the weights here are not those of the run (fingerprint {found}, expected {expected})")
-        self.unchecked: tuple[str, ...] = () if expected else ("the run did not store a fingerprint of its model",)
+        told, here = content["about"], {**of_model(self.prepared.victim), **self.prepared.lending.fixed}
+        for name in (name for name in here if name in told):
+            if said := changed(told[name], here[name]):
+                raise InputError(f"the {name} here is not that of the run ({said})")
+        self.unchecked = tuple(f"the run did not store a fingerprint of its {name}" for name in here if name not in told)
 
     def cells(self, attack: str | None = None, defense: str | None = None, count: int | None = None) -> list[Cell]:
         """The cells of the bundle with a score, by attack and defense, those that took least time first; at most ``count``.

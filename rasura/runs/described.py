@@ -1,10 +1,8 @@
-"""What a run stores about itself once, beside its records: the model's fingerprint, and what its methods are."""
+"""What a run stores about itself once, beside its records: the model's fingerprints, and what its methods are."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-
-from torch import nn
 
 from rasura.core.options import names_of
 from rasura.core.run_store import RunStore
@@ -12,12 +10,13 @@ from rasura.core.specs import AttackSpec, DefenseSpec, MethodSpec, ServiceAttack
 from rasura.registry.objects import Methods
 from rasura.registry.tables import KINDS
 from rasura.runs.identity import identity_of
-from rasura.victims.fingerprint import fingerprint
+from rasura.victims.fingerprint import fingerprints
+from rasura.victims.loading import Victim
 
 
 def describe_run(
     store: RunStore,
-    model: nn.Module,
+    victim: Victim,
     cells: int,
     protections: Iterable[str],
     defenses: Mapping[str, DefenseSpec] | Mapping[str, ServiceProtectionSpec],
@@ -25,7 +24,7 @@ def describe_run(
     known: Mapping[str, AttackSpec] | Mapping[str, ServiceAttackSpec],
     fixed: Mapping[str, str | Mapping[str, str]],
 ) -> None:
-    """Store the fingerprint of ``model``, the number of ``cells`` that the run has, from the specs what each of
+    """Store the fingerprints of ``victim``, the number of ``cells`` that the run has, from the specs what each of
     ``protections`` and ``attacks`` is, and ``fixed``: by name, fingerprints of what else all results depend on.
 
     The weights are hashed at each call, since they may have changed after the last one. Raises ``InputError`` if the folder
@@ -38,8 +37,15 @@ def describe_run(
         if (spec := defenses.get(name)) is not None
     }
     reads = {name: {"about": known[name].about, "source": known[name].source} for name in attacks if name in known}
-    about = {"model": fingerprint(model), **fixed, "cells": cells, "protections": told, "attacks": reads}
-    store.describe(about, fixed=("model", *fixed))
+    model = of_model(victim)
+    about = {**model, **fixed, "cells": cells, "protections": told, "attacks": reads}
+    store.describe(about, fixed=(*model, *fixed))
+
+
+def of_model(victim: Victim) -> dict[str, str | Mapping[str, str]]:
+    """What tells the model of a run from others, with its tokenizer, for ``RunStore.describe``."""
+    sides = {f"tokenizer_{name}": str(getattr(victim.tokenizer, name, None)) for name in ("padding_side", "truncation_side")}
+    return fingerprints("model", victim.model, victim.vocabulary, {"most_tokens": str(victim.max_length), **sides})
 
 
 def _names(protections: Iterable[str]) -> list[str]:

@@ -6,7 +6,7 @@ believed either, and what it changed is put back, or computed again.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from torch import nn
@@ -17,7 +17,7 @@ from rasura.core.unchanged import Lent, lent_message, tensors_of
 from rasura.core.values import Observation, Transcript, Vocabulary
 from rasura.runs.attempt import Outcome, meddled
 from rasura.runs.audit_models import AuditModels
-from rasura.victims.fingerprint import fingerprint
+from rasura.victims.fingerprint import fingerprints
 
 G = TypeVar("G")
 Prior = tuple[nn.Module, Vocabulary]
@@ -37,9 +37,9 @@ class Lending:
         self.stale = False
 
     @property
-    def fixed(self) -> dict[str, str]:
-        """The fingerprint of the public language model, for ``RunStore.describe``; empty without one."""
-        return {} if self.language_model is None else {"language model": fingerprint(self.language_model[0])}
+    def fixed(self) -> dict[str, str | Mapping[str, str]]:
+        """The fingerprints of the public language model, for ``RunStore.describe``; empty without one."""
+        return {} if self.language_model is None else fingerprints("language model", *self.language_model)
 
     def _lent_prior(self) -> Lent | None:
         if self.language_model is None:

@@ -28,12 +28,11 @@ from rasura.data.text import data_hash
 from rasura.metrics.membership import auc, largest_leakage, leakage, needed, roc, split_check, tpr_at
 from rasura.registry import DEFENSES, MEMBERSHIP, membership_adversaries, membership_attack, parts
 from rasura.runs.attempt import MACHINE, Outcome, attempt, lacking, meddled, peak_mb
-from rasura.runs.described import own_code
+from rasura.runs.described import of_model, own_code
 from rasura.runs.membership_models import QueriedModels
 from rasura.runs.membership_plan import MembershipPlan
 from rasura.runs.membership_texts import MembershipTexts
 from rasura.runs.scoring import versions
-from rasura.victims.fingerprint import fingerprint
 from rasura.victims.outputs import answers
 from rasura.victims.protected_rows import protected
 from rasura.victims.train import FineTuning
@@ -148,8 +147,8 @@ class MembershipAudit:
         results of other weights."""
         defenses = [DEFENSES[name] for name, _ in parts(self.plan.defense)]
         own = own_code([*(MEMBERSHIP[name] for name in self.plan.attacks or ()), *defenses])
-        about = {"model": fingerprint(self.victim.model), "cells": len(self.plan.attacks or ()), **own}
-        store.describe(about, fixed=("model", *own))
+        fixed = {**of_model(self.victim), **own}
+        store.describe({**fixed, "cells": len(self.plan.attacks or ())}, fixed=tuple(fixed))
         beside: dict[str, Any] = {}
         for number, name in enumerate(self.plan.attacks or ()):
             key = cell_key(kind="membership", attack=name, plan=self.identity)

@@ -127,12 +127,12 @@ class ServiceAudit:
 
     def run(self, store: RunStore, progress: Callable[[ServiceCell], None] | None = None) -> Iterator[Record]:
         """Run the cells that ``store`` lacks; store and yield each Record. Records are the same whatever was done before."""
-        model, attacks = self.victim.model, self.plan.attacks
+        attacks = self.plan.attacks
         protections = (one.spec for one in self.plan.parsed.values())
         own = own_code([*(SERVICE_ATTACKS[name] for name in attacks), *protections, *SERVICE_METRICS.values()])
         fixed: dict[str, str | Mapping[str, str]] = {"data set": self.data, **own}
         fixed |= {"file of a protection": self.files} if self.files else {}
-        describe_run(store, model, len(self.cells), self.columns, SERVICE_PROTECTIONS, attacks, SERVICE_ATTACKS, fixed)
+        describe_run(store, self.victim, len(self.cells), self.columns, SERVICE_PROTECTIONS, attacks, SERVICE_ATTACKS, fixed)
         for (protection, drawn), cells in groupby(self.cells, key=lambda cell: (cell.protection, cell.drawn)):
             uploaded = cache(partial(self._uploaded, protection, drawn))
             services = {"uploaded": uploaded, "trained": cache(partial(self._trained, protection, uploaded))}

@@ -21,7 +21,7 @@ def vocabulary(tokenizer: Any, size: int) -> Vocabulary:
     return Vocabulary(
         size=size,
         decode=lambda ids: str(tokenizer.decode(list(ids))),
-        encode=lambda text: list(tokenizer(text, add_special_tokens=False)["input_ids"]),
+        encode=lambda text: list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]),
         prefix=tuple(full[:start]),
         suffix=tuple(full[start + len(bare) :]),
         pad_id=tokenizer.pad_token_id,
