@@ -18,7 +18,7 @@ import torch
 import transformers
 from private_setting import DATA, collate, plain_gradients
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, WeightedRandomSampler
+from torch.utils.data import DataLoader, Subset, WeightedRandomSampler
 
 import rasura
 from rasura.accounting import epsilon
@@ -570,13 +570,41 @@ def test_the_trainer_refuses_what_would_replace_the_protected_model(tmp_path: Pa
             PrivateTrainer(private.model, defense="dp-sgd:1.0", **{name: print})
 
 
-@pytest.mark.parametrize("evaluated", [DATA, {"public": DATA[:4], "all": DATA}])
+PUBLIC: Any = [{**row, "input_ids": [1, 60 + k, 3, 41, 2]} for k, row in enumerate(DATA[:4])]
+
+
+@pytest.mark.parametrize(
+    "evaluated", [DATA, {"public": PUBLIC, "all": DATA}, DATA[:], Subset(DATA, [5, 6]), [*PUBLIC, DATA[3]]]
+)
 def test_the_trainer_refuses_to_be_steered_by_its_own_texts(tmp_path: Path, evaluated: Any) -> None:
     model, arguments = tiny("bert", "classification", num_labels=2), trainer(tmp_path).args
     arguments.lr_scheduler_type = "reduce_lr_on_plateau"
-    with pytest.raises(InputError, match="eval_dataset is train_dataset: its metrics may steer the rate"):
+    with pytest.raises(InputError, match="of eval_dataset are texts of train_dataset, the first one row"):
         rasura.PrivateTrainer(model, arguments, collate, DATA, evaluated, defense="dp-sgd:1.0")
-    rasura.PrivateTrainer(model, arguments, collate, DATA[4:], DATA[:4], defense="dp-sgd:1.0")  # other texts may
+    private = rasura.PrivateTrainer(model, arguments, collate, DATA, PUBLIC, defense="dp-sgd:1.0")  # other texts may
+    assert private.evaluate()["eval_loss"] > 0
+    for data in (DATA, DATA[3:5], {"all": DATA}):
+        with pytest.raises(InputError, match="of eval_dataset are texts of train_dataset"):
+            private.evaluate(data)
+
+
+def test_texts_of_the_training_are_known_by_their_tokens(tmp_path: Path) -> None:
+    """In a padded row, with another label, in another type; what shows no tokens is not taken for other texts."""
+    ids = [[1, 40 + k, 5, 2] for k in range(4)]
+    rows: Any = [{"input_ids": one, "attention_mask": [1] * 4, "labels": 0} for one in ids]
+    padded = [{"input_ids": torch.tensor([0, *ids[2], 0]), "attention_mask": torch.tensor([0, 1, 1, 1, 1, 0]), "labels": 1}]
+
+    def made(evaluated: Any, gather: Any = transformers.default_data_collator) -> object:
+        return rasura.PrivateTrainer(model, trainer(tmp_path).args, gather, rows, evaluated, defense="dp-sgd:1.0")
+
+    model = tiny("bert", "classification", num_labels=2)
+    same: Any
+    for same in (padded, [rows[1]], Subset(rows, [3])):
+        with pytest.raises(InputError, match="1 of the 1 rows of eval_dataset are texts"):
+            made(same)
+    assert made([{**rows[0], "input_ids": [1, 50, 5, 2]}])
+    with pytest.raises(InputError, match="has no input_ids"):
+        made(["a text"], lambda some: {"texts": some})
 
 
 @pytest.mark.parametrize("strategy", ["group_by_length", "sequential"])

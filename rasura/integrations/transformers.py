@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from rasura.core.interfaces import Defense, InputError
 from rasura.core.rounding import above
 from rasura.runs.drawing import DrawnLoader, OrderedLoader, numbered
 from rasura.runs.gradient_canaries import GradientCanaries
+from rasura.runs.marks import texts_of
 from rasura.runs.private import protect_training
 
 LEDGER, CANARIES = "rasura_ledger.json", "rasura_canaries.json"
@@ -39,8 +41,9 @@ class PrivateTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
     among them: the one would replace the protected model, the other its loss.
 
     Raises ``InputError`` for settings that no guarantee covers: label smoothing, float16, several devices, a data set
-    without a length, batches grouped by length or taken in order, a batch size that is searched, the texts of the training
-    as ``eval_dataset``. Metrics of other texts may steer a training.
+    without a length, batches grouped by length or taken in order, a batch size that is searched, and texts of the training
+    in ``eval_dataset``: rows with the same tokens, in whichever object they come. Metrics of other texts may steer a
+    training.
     """
 
     def __init__(
@@ -90,12 +93,9 @@ class PrivateTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         for name, (found, expected) in wrong.items():
             if found != expected:
                 raise InputError(f"{name} is {found}; a protected Trainer needs {expected}")
-        evaluated = list(eval_dataset.values()) if isinstance(eval_dataset, dict) else [eval_dataset]
-        if train_dataset is not None and any(one is train_dataset for one in evaluated):
-            raise InputError(
-                "eval_dataset is train_dataset: its metrics may steer the rate, the number of steps and what is kept, which "
-                "no epsilon counts; evaluate on other texts"
-            )
+        self._others: list[Any] = [None]
+        for one in eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]:
+            self._check_others(one)
         # Batches are drawn by chance: there are none to skip when a training is resumed.
         self.args.ignore_data_skip = True
 
@@ -129,6 +129,36 @@ class PrivateTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
             )  # fmt: skip
             self._protected_loader, self.ledger = done.loader, done.ledger
         return self._protected_loader
+
+    def get_eval_dataloader(self, eval_dataset: str | Dataset[Any] | None = None) -> DataLoader[Any]:
+        """As ``Trainer.get_eval_dataloader``. Raises ``InputError`` for texts of the training."""
+        data: Any = self.eval_dataset if eval_dataset is None or isinstance(eval_dataset, str) else eval_dataset
+        for one in data.values() if isinstance(data, dict) else [data]:
+            self._check_others(one)
+        loader: DataLoader[Any] = super().get_eval_dataloader(eval_dataset)
+        return loader
+
+    @cached_property
+    def _texts(self) -> frozenset[int | None]:
+        return frozenset(texts_of(self.train_dataset, self.data_collator))
+
+    def _check_others(self, data: Any) -> None:
+        """Raises ``InputError`` where a row of ``data`` has the tokens of a training text, or shows none."""
+        if self.train_dataset is None or any(data is one for one in self._others):
+            return
+        found = list(texts_of(data, self.data_collator))
+        if None in found or None in self._texts:
+            raise InputError(
+                "a row of eval_dataset or train_dataset has no input_ids, so it is not known whether their texts differ; "
+                "pass rows with input_ids"
+            )
+        if same := [k for k, text in enumerate(found) if text in self._texts]:
+            raise InputError(
+                f"{len(same)} of the {len(found)} rows of eval_dataset are texts of train_dataset, the first one row "
+                f"{same[0]}. Their metrics may steer the rate, the number of steps and what is kept, which no epsilon "
+                "counts; evaluate on other texts"
+            )
+        self._others.append(data)
 
     def train(
         self,

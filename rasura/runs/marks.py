@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +37,18 @@ class Copies:
                 if len(theirs) > 1:
                     self.often[mark] = len(theirs)
         return len(self.often), max(self.often.values(), default=0)
+
+
+def texts_of(data: Any, collate: Callable[[list[Any]], Any]) -> Iterator[int | None]:
+    """For each row of ``data`` a number of its text, equal where its tokens are equal without padding; None for a row that
+    shows no tokens, neither itself nor as a batch of ``collate``."""
+    for row in (data[k] for k in range(len(data))) if hasattr(data, "__len__") else data:
+        shown = row if isinstance(row, Mapping) and "input_ids" in row else collate([row])
+        if not isinstance(shown, Mapping) or "input_ids" not in shown:
+            yield None
+            continue
+        ids, mask = (torch.as_tensor(shown.get(n, ())).reshape(-1) for n in ("input_ids", "attention_mask"))
+        yield int(_marks((ids[mask != 0] if mask.shape == ids.shape else ids)[None] + 1))
 
 
 def changed(before: Marks, order: Sequence[int], batch: Mapping[str, Tensor]) -> tuple[str, int] | None:
