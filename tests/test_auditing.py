@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import re
@@ -31,6 +32,7 @@ from rasura.report.findings import findings, summarise
 from rasura.report.gate import gate
 from rasura.report.page import write_report
 from rasura.runs.audit import Audit, audit
+from rasura.runs.audit_data import load_data
 from rasura.runs.plans import Plan, from_toml
 from rasura.victims.fingerprint import fingerprint
 
@@ -233,12 +235,34 @@ def test_the_texts_that_are_given_are_those_that_are_audited(model_folder: Path,
     for nothing in (list[str](), tuple[str, ...]()):
         with pytest.raises(InputError, match="no texts were given"):
             audit(of_file, data=nothing, limit=1, out=tmp_path / "nothing")
+    for wrong, said in (
+        ([None, "x"], r"data\[0\] is NoneType"),
+        (["x", math.nan], r"data\[1\] is float"),
+        ({"x": 1}, "a list"),
+    ):
+        with pytest.raises(InputError, match=said):
+            audit(of_file, data=wrong, out=tmp_path / "nothing")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="limit is 0"):
+        audit(of_file, data=TEXTS, limit=0, out=tmp_path / "nothing")
     with pytest.raises(InputError, match="both a data file and texts"):
         replace(of_file, texts=TEXTS).checked()
     config.write_text(f'texts = ["Alpha met Bravo ."]\nmodel = {json.dumps(str(model_folder))}\n')
     assert _planned(config, None, {"data": str(file)}).texts == ()
     config.write_text(f"data = {json.dumps(str(file))}\nmodel = {json.dumps(str(model_folder))}\n")
     assert _planned(config, None, {"texts": TEXTS}).data is None
+
+
+def test_all_texts_of_a_plan_are_audited(tmp_path: Path) -> None:
+    texts, config = tuple(f"Alpha paid {k} ." for k in range(10)), tmp_path / "plan.toml"
+    config.write_text(f"texts = {json.dumps(texts)}\n")
+    assert len(load_data(_planned(config, None, {})).examples) == 10
+    assert len(load_data(_planned(config, None, {"limit": 7})).examples) == 7
+    assert len(load_data(_planned(config, None, {"texts": texts[:5]})).examples) == 5
+    config.write_text(f"texts = {json.dumps(texts)}\nlimit = 3\n")
+    assert len(load_data(from_toml(config)).examples) == 3
+    config.write_text("texts = []\n")
+    with pytest.raises(InputError, match="texts is empty"):
+        from_toml(config)
 
 
 # --- the report

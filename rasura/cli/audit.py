@@ -158,8 +158,6 @@ def _planned(config: Path | None, suite: str | None, given: dict[str, Any]) -> A
         raise InputError("--keys needs --service: an audit of updates has seeds; remove it, or pass --seeds")
     if {"data", "texts"} <= given.keys():
         raise InputError("FILE and --text were both given; pass one of them")
-    if "texts" in given:
-        given.setdefault("limit", len(given["texts"]))
     plan = plan.with_given(given)
     return replace(plan, task=plan.task or task_named(None, plan.model, plan.num_labels)).checked()
 

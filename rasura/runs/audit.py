@@ -39,7 +39,7 @@ from rasura.registry import (
 )
 from rasura.registry import attack as make_attack
 from rasura.runs.attempt import Outcome, attempt, lacking, peak_mb
-from rasura.runs.audit_data import AuditData, encoded_data, load_data
+from rasura.runs.audit_data import AuditData, encoded_data, given_texts, load_data
 from rasura.runs.audit_models import AuditModels, load_language_model, load_victim, on_cpu
 from rasura.runs.cells import Cell, by_step, enumerated
 from rasura.runs.chosen_methods import chosen_methods
@@ -268,9 +268,7 @@ def audit(
     """
     wanted: dict[str, Any] = {"task": task, "limit": limit, "budget": budget, "seed": seed}
     if data is not None and not isinstance(data, str | Path):
-        if len(data) == 0:
-            raise InputError("no texts were given; expected at least one in data")
-        wanted |= {"texts": tuple(data), "limit": limit or len(data)}
+        wanted["texts"] = given_texts(data)
     elif data is not None:
         wanted["data"] = str(data)
     chosen = plan or Plan()

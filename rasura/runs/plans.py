@@ -81,10 +81,11 @@ class Plan:
 
     def with_given(self, given: Mapping[str, Any]) -> Plan:
         """This plan with the fields ``given`` in place of its own. A file of texts stands in place of ``texts``, too, and
-        these in place of a file."""
+        these in place of a file. All texts are audited unless ``given`` has a ``limit``."""
         instead: dict[str, dict[str, Any]] = {"data": {"texts": ()}, "texts": {"data": None}}
         left_out = {k: v for name, fields in instead.items() if name in given for k, v in fields.items()}
-        return replace(self, **{**left_out, **given})
+        every = {"limit": len(given["texts"])} if given.get("texts") else {}
+        return replace(self, **{**left_out, **every, **given})
 
     def checked(self, methods: Methods = REGISTERED) -> Plan:
         """This plan, with the defaults for images if the task is ``vision``. Raises ``InputError`` if it is wrong.
@@ -175,10 +176,13 @@ class Plan:
 
 def from_toml(path: Path, base: Plan | None = None) -> Plan:
     """A plan from a TOML file with the fields of ``Plan``; unknown keys and wrong types are refused by name."""
-    return plan_of(toml(path, "a TOML file with the fields of a plan"), str(path), base)
+    found = toml(path, "a TOML file with the fields of a plan")
+    if found.get("texts") == []:
+        raise InputError(f"{path}: texts is empty; expected at least one text, or no entry texts")
+    return plan_of(found, str(path), base)
 
 
 def plan_of(found: Mapping[str, Any], source: str, base: Plan | None = None) -> Plan:
     """A plan from plain values with the names of ``Plan``'s fields; unknown names and wrong types are refused."""
     names = [f.name for f in fields(Plan) if f.name != "label_names"]
-    return replace(base or Plan(), **typed(Plan, found, source, names))
+    return (base or Plan()).with_given(typed(Plan, found, source, names))
