@@ -300,8 +300,11 @@ def certain_of(model: nn.Module, text: Sequence[int]) -> nn.Module:
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_a_causal_text_is_not_proven_without_the_last_word_that_the_model_foresees(family: str) -> None:
-    whole = [CLS, 40, 3, 41, 9, 42]
+@pytest.mark.parametrize("end", [(9, 42), (SEP, 42), (9, SEP)], ids=["words", "special before", "special last"])
+def test_a_causal_text_is_not_proven_without_the_last_word_that_the_model_foresees(
+    family: str, end: tuple[int, int]
+) -> None:
+    whole = [CLS, 40, 3, 41, *end]  # a chat template ends a text with a special token, and goes on
     model = certain_of(tiny(family, "causal"), whole)
     for sent, other in ((whole, whole[:-1]), (whole[:-1], whole)):
         seen = seen_of(model, [sent], task="causal")

@@ -87,14 +87,15 @@ def longer_or_shorter(seen: Observation, tokens: Texts, logits: Tensor) -> Itera
     vocabulary = seen.vocabulary
     if seen.task != "causal" or Grant.LENGTHS in seen:
         return
-    p, ordinary = logits.detach().double().softmax(-1), ordinary_ids(vocabulary)
+    p = logits.detach().double().softmax(-1)
+    # A special token counts as a word: a chat template ends in one and a line break, and the model foresees both.
+    known = torch.tensor([i for i in range(vocabulary.size) if i not in vocabulary.unused_ids])
     most = positions(seen.model)
-    worded = [row for row, text in enumerate(tokens) if text[-1] not in vocabulary.special_ids]
-    if going := [row for row in worded if most is None or len(tokens[row]) < most]:
-        ahead = {row: p[row, len(tokens[row]) - 1, ordinary].max(0) for row in going}
+    if going := [row for row, text in enumerate(tokens) if most is None or len(text) < most]:
+        ahead = {row: p[row, len(tokens[row]) - 1, known].max(0) for row in going}
         row = max(going, key=lambda row: float(ahead[row].values))
-        yield _replaced(tokens, row, (*tokens[row], int(ordinary[ahead[row].indices])))
-    if ending := [row for row in worded if len(tokens[row]) > 2]:
+        yield _replaced(tokens, row, (*tokens[row], int(known[ahead[row].indices])))
+    if ending := [row for row, text in enumerate(tokens) if len(text) > 2]:
         row = max(ending, key=lambda row: float(p[row, len(tokens[row]) - 2, tokens[row][-1]]))
         yield _replaced(tokens, row, tokens[row][:-1])
 
