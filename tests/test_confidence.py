@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import rasura
 from rasura.attacks.shared.decoys import decoys, free_places, weakest
 from rasura.attacks.shared.verify import apart, check, entries, in_span, prove, prove_rows, told, verified
-from rasura.attacks.updates.best import _settled, matching
+from rasura.attacks.updates.best import EXPLAINS_NOTHING, _rank, _settled, matching
 from rasura.attacks.updates.embedding_rows import EmbeddingRows, Rows, told_apart
 from rasura.attacks.updates.gradient_matching.presets import dlg, lamp_weighted, tag
 from rasura.attacks.updates.noise_in_sight import shows_noise
@@ -475,6 +475,18 @@ def test_only_whole_worded_ordered_spans_settle() -> None:
     assert not _settled(replace(whole, tokens=((CLS, 40, SEP),)), told_lengths)
     proven = prove(seen, [TEXT])
     assert proven is not None and _settled(verified(proven, {}), told_lengths)
+
+
+def test_a_bag_comes_before_an_ordered_text_that_explains_nothing_of_a_causal_update() -> None:
+    text, wrong, near = (CLS, 40, 3, 41, 9, 42), (CLS, 77, 77, 77), (CLS, 40, 3, 41, 9, 43)
+    seen = seen_of(tiny("llama", "causal"), [list(text)], task="causal")
+    bag = Reconstruction((tuple(sorted(text)),), "matched", ordered=False)
+    junk, close = (Reconstruction((tokens,), "matched") for tokens in (wrong, near))
+    assert check(seen, [near])[0] < EXPLAINS_NOTHING < check(seen, [wrong])[0]
+    assert _rank(junk, seen) < _rank(bag, seen) < _rank(close, seen)
+    for noise in ("gaussian:0.1", "dropout:0.1"):
+        blurred = replace(seen, granted={**seen.granted, Grant.MECHANISM: (parse_defense(noise)[0].mechanism,)})
+        assert _rank(junk, blurred) > _rank(bag, blurred), "of a right text, too, the error is large"
 
 
 @pytest.mark.parametrize(
