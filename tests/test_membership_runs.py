@@ -61,6 +61,25 @@ def test_the_run_resumes_to_the_same_records(tmp_path: Path, model_folder: Path)
         infer_membership(plan_for(model_folder, tmp_path, shadow_models=4), out=tmp_path / "parts")
 
 
+def test_a_run_is_not_resumed_with_another_base(tmp_path: Path, model_folder: Path) -> None:
+    trained = load(model_folder, "classification").model
+    with torch.no_grad():
+        for parameter in trained.parameters():
+            parameter.add_(0.01)
+    moved, base = tmp_path / "trained", tmp_path / "base"
+    shutil.copytree(model_folder, base)
+    shutil.copytree(model_folder, moved)
+    trained.save_pretrained(moved)
+    plan = plan_for(moved, tmp_path, base=str(base), attacks=("loss",))
+    assert len(infer_membership(plan, out=tmp_path / "run")) == len(infer_membership(plan, out=tmp_path / "run"))
+    with torch.no_grad():
+        for parameter in trained.parameters():
+            parameter.mul_(1.5)
+    trained.save_pretrained(base)
+    with pytest.raises(InputError, match="the results of another base model"):
+        infer_membership(plan, out=tmp_path / "run")
+
+
 def test_a_training_tells_on_what_it_began_and_how_it_learned(tmp_path: Path, model_folder: Path) -> None:
     data = write(tmp_path / "notes.jsonl", 0, 40)
     recipe = Recipe(epochs=3, learning_rate=2e-3, batch_size=4, optimizer="sgd", momentum=0.5, keep="last", seed=3)

@@ -147,7 +147,7 @@ class MembershipAudit:
         results of other weights."""
         defenses = [DEFENSES[name] for name, _ in parts(self.plan.defense)]
         own = own_code([*(MEMBERSHIP[name] for name in self.plan.attacks or ()), *defenses])
-        fixed = {**of_model(self.victim), **own}
+        fixed = {**of_model(self.victim), **self.models.of_base(), **own}
         store.describe({**fixed, "cells": len(self.plan.attacks or ())}, fixed=tuple(fixed))
         beside: dict[str, Any] = {}
         for number, name in enumerate(self.plan.attacks or ()):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +18,7 @@ from rasura.core.errors import InputError, NotApplicable
 from rasura.runs.membership_plan import MembershipPlan
 from rasura.runs.membership_rows import body, told_by
 from rasura.victims.adapters import base_of, revision_of, turns_off, with_adapter_like
+from rasura.victims.fingerprint import fingerprints
 from rasura.victims.loading import Victim, load, with_one_label, with_own_head
 from rasura.victims.outputs import answers
 from rasura.victims.weights import is_adapter
@@ -63,6 +64,10 @@ class QueriedModels:
     def base(self) -> Victim:
         """The public model from which training started, with a head drawn from the plan's seed."""
         return self.fresh(self.plan.learning.seed)
+
+    def of_base(self) -> Mapping[str, Any]:
+        """What tells the public model from others, for ``RunStore.describe``; empty where the audited model holds it."""
+        return fingerprints("base model", self.base.model, self.base.vocabulary) if self.switch is None else {}
 
     def fresh(self, seed: int) -> Victim:
         """The public model, with a head drawn from ``seed``."""
