@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +14,9 @@ from rasura.accounting import epsilon
 from rasura.accounting.configurations import Call, Facts, Stated, check
 from rasura.accounting.configurations.facts import Unread
 from rasura.accounting.configurations.files import Contents, read_files
+from rasura.accounting.gaussian import gaussian_epsilon, sampled_epsilon
 from rasura.cli import app
+from rasura.core.errors import InputError
 
 pytest.importorskip("dp_accounting")
 
@@ -115,3 +119,95 @@ def test_noise_on_anything_but_an_average_has_no_figure(aggregation: str | None)
         (finding,) = check(replace(contents, facts=replace(contents.facts, aggregation=aggregation))).findings
         assert finding.bounds == () and finding.outcome == "not known"
         assert "how the updates are aggregated" in finding.unknown[0]
+
+
+LOOP = {"clip": 1.0, "noise_multiplier": 8.0, "mean_over": "batch_size"}
+
+
+def test_a_few_steps_in_each_of_many_rounds_may_draw_an_example_in_each() -> None:
+    facts = Facts(examples=10_000, batch_size=100, rounds=100, sampling="shuffled", delta=1e-5)
+    steps, passes = (
+        check(Contents((Call("dp_sgd", LOOP),), one)).findings[0].bounds[0].epsilon
+        for one in (replace(facts, steps=10), replace(facts, epochs=1))
+    )
+    assert steps == passes == pytest.approx(gaussian_epsilon(math.sqrt(100) / 8.0, 1e-5))
+
+
+@pytest.mark.parametrize(
+    ("call", "facts"),
+    [
+        (Call("protect_training", {"defense": "dp-sgd:1.0", "max_steps": 40}), Facts(epochs=1, delta=1e-5)),
+        (Call("PrivateTrainer", {"defense": "dp-sgd:1.0", "max_steps": 40}), Facts(epochs=1, delta=1e-5)),
+        (Call("dp_sgd", LOOP), Facts(steps=40, sampling="poisson", delta=1e-5)),
+    ],
+)
+def test_the_steps_of_every_round_count(call: Call, facts: Facts) -> None:
+    facts = replace(facts, examples=10_000, batch_size=100)
+    once, ten = (check(Contents((call,), replace(facts, rounds=r))).findings[0].bounds[0].epsilon for r in (1, 10))
+    noise = 8.0 if call.name == "dp_sgd" else 1.0
+    assert ten == pytest.approx(sampled_epsilon(noise, 0.01, 400, 1e-5), rel=0.01) and once is not None and ten > once
+
+
+def test_the_steps_of_every_round_count_with_a_sampler_of_jax() -> None:
+    calls = (
+        Call("clipped_grad", {"l2_clip_norm": 1.0}), Call("gaussian_privatizer", {"stddev": 1.0}),
+        Call("CyclicPoissonSampling", {"sampling_prob": 0.01, "iterations": 40}),
+    )  # fmt: skip
+    (finding,) = check(Contents(calls, Facts(examples=10_000, rounds=10, delta=1e-5))).findings
+    assert finding.bounds[0].epsilon == pytest.approx(sampled_epsilon(1.0, 0.01, 400, 1e-5))
+
+
+@pytest.mark.parametrize("sampling", ["shuffled", "fixed"])
+@pytest.mark.parametrize(
+    "call",
+    [
+        Call("make_private", {"noise_multiplier": 1.0, "max_grad_norm": 1.0}),
+        Call("protect_training", {"defense": "dp-sgd:1.0", "epochs": 1}),
+    ],
+)
+def test_batches_that_are_not_drawn_as_the_mechanism_draws_them_have_no_figure(call: Call, sampling: str) -> None:
+    facts = Facts(examples=10_000, batch_size=100, epochs=1, sampling=sampling, delta=1e-5)
+    (finding,) = check(Contents((call,), facts)).findings
+    assert finding.bounds == () and finding.outcome == "not known" and "they contradict" in finding.unknown[0]
+
+
+def test_two_noises_that_are_both_given_have_no_figure() -> None:
+    call = Call(
+        "dp_sgd", {"clip": 1.0, "noise_multiplier": 0.3, "noise_std": 8.0, "noise_on": "sum", "mean_over": "batch_size"}
+    )
+    facts = Facts(examples=10_000, batch_size=100, epochs=1, sampling="poisson", delta=1e-5)
+    (finding,) = check(Contents((call,), facts)).findings
+    assert finding.bounds == () and finding.outcome == "not known" and "both given" in finding.unknown[0]
+
+
+CENTRAL = Call(
+    "DifferentialPrivacyServerSideFixedClipping", {"noise_multiplier": 6.0, "clipping_norm": 1.0, "num_sampled_clients": 100}
+)
+
+
+def test_no_more_clients_answer_than_there_are() -> None:
+    facts = Facts(rounds=10, clients=50, weights="equal", aggregation="mean")
+    found = check(Contents((CENTRAL,), facts, Stated(2.0, 1e-3, "client")))
+    assert found.outcome == "does not hold" and {"count", "exceeds"} <= {h.code for h in found.findings[0].hazards}
+    assert found.findings[0].bounds[0].epsilon == pytest.approx(gaussian_epsilon(math.sqrt(10) / 3, 1e-3))
+    with pytest.raises(InputError, match="there are 50 clients"):
+        replace(facts, clients_per_round=100)
+
+
+@pytest.mark.parametrize(
+    ("workflows", "rounds"),
+    [
+        ([("ScatterAndGather", {"num_rounds": 10}), ("CrossSiteModelEval", {})], 10),
+        ([("ScatterAndGather", {"num_rounds": 10}), ("ScatterAndGather", {"num_rounds": 10})], 20),
+        ([("ScatterAndGather", {"num_rounds": 10}), ("CyclicController", {"num_rounds": 3})], 13),
+        ([("ScatterAndGather", {"num_rounds": 10}), ("CyclicController", {})], None),
+        ([("ScatterAndGather", {"num_rounds": 10}), ("FedAvg", {"num_rounds": "{rounds}"})], None),
+        ([("ScatterAndGather", {"num_rounds": 10}), ("FedAvg", {"num_rounds": True})], None),
+    ],
+)
+def test_the_rounds_of_all_workflows_add_up(
+    tmp_path: Path, workflows: list[tuple[str, dict[str, object]]], rounds: int | None
+) -> None:
+    path = tmp_path / "config_fed_server.json"
+    path.write_text(json.dumps({"workflows": [{"path": f"nvflare.{name}", "args": args} for name, args in workflows]}))
+    assert read_files([path]).facts.rounds == rounds

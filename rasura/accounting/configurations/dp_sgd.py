@@ -45,6 +45,8 @@ def own_loop(draft: Draft) -> None:
     rate, in_epoch = loader(draft)
     size = draft.fact("batch_size")
     _check_divisor(draft)
+    if draft.value("noise_std") is not None and draft.value("noise_multiplier") is not None:
+        raise Unknown("noise_multiplier and noise_std are both given; which of them is the noise is not known")
     if draft.value("noise_std") is not None:
         on = draft.value("noise_on")
         if on not in ("sum", "mean"):
@@ -147,7 +149,7 @@ def _our_run(draft: Draft) -> Run:
     draft.facts = replace(draft.facts, drop_last=False)  # each pass has the steps for all examples
     rate, in_epoch = loader(draft)
     steps = steps_made(draft, rate, in_epoch, poisson=True)
-    most = draft.count("max_steps") if draft.value("max_steps") is not None else steps.made
+    most = draft.count("max_steps") * draft.facts.rounds_made if draft.value("max_steps") is not None else steps.made
     delta = draft.delta("example", draft.value("delta"))
     return Run(draft.fact("examples"), draft.fact("batch_size"), steps.passes, delta, max_steps=min(most, steps.made))
 
@@ -184,7 +186,7 @@ def passes_made(draft: Draft) -> int:
         epochs = epochs or planned
     if epochs is None:
         epochs = draft.fact("epochs")
-    return epochs * (draft.facts.rounds_per_client or draft.facts.rounds or 1)
+    return epochs * draft.facts.rounds_made
 
 
 class Steps(NamedTuple):
@@ -199,14 +201,16 @@ class Steps(NamedTuple):
 def steps_made(draft: Draft, rate: float, in_epoch: int, poisson: bool) -> Steps:
     """The steps of all passes and rounds. Where the facts give the steps of a round as well, the larger number counts."""
     facts, given = draft.facts, draft.call.arguments.get("epochs")
-    rounds = facts.rounds_per_client or facts.rounds or 1
+    rounds = facts.rounds_made
     if facts.steps is None:
         passes = _looped(draft, passes_made(draft), rounds)
         return Steps(rate, passes * in_epoch, passes, poisson)
-    made = facts.steps * rounds
+    # A round begins a pass of its own, so that an example may be in one batch of each, however few steps it has.
+    made, passes = facts.steps * rounds, math.ceil(facts.steps / in_epoch) * rounds
     if facts.epochs is not None or given is not None:
-        made = max(made, passes_made(draft) * in_epoch)
-    return Steps(rate, made, math.ceil(made / in_epoch), poisson)
+        planned = passes_made(draft)
+        made, passes = max(made, planned * in_epoch), max(passes, planned)
+    return Steps(rate, made, passes, poisson)
 
 
 def _looped(draft: Draft, passes: int, rounds: int) -> int:
@@ -253,7 +257,12 @@ def accounted(
 
 
 def told(draft: Draft, epsilon: float, delta: float, relation: str, equal_noise: tuple[float, float] | None) -> None:
-    """Record the figure of one example, and compare it with what is stated."""
+    """Record the figure of one example, and compare it with what is stated. Raises ``Unknown`` where Poisson sampling was
+    counted and the facts have another."""
+    if relation == ADDED and draft.facts.sampling not in (None, "poisson"):
+        raise Unknown(
+            f"{draft.call.name} draws by Poisson sampling, but sampling is {draft.facts.sampling}: they contradict"
+        )
     draft.bound("example", epsilon, delta, relation)
     draft.bound("client", None, None, ADDED, NO_CLIENT)
     draft.equal_noise = equal_noise

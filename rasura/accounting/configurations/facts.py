@@ -86,6 +86,13 @@ class Facts:
             raise InputError(f"aggregation is {self.aggregation!r}; expected mean, or the name of another one")
         if self.version is not None and not isinstance(self.version, str):
             raise InputError(f"version is {self.version!r}; expected a text such as '2.8.0'")
+        if self.clients is not None and self.clients_per_round is not None and self.clients_per_round > self.clients:
+            raise InputError(f"clients_per_round is {self.clients_per_round}, but there are {self.clients} clients")
+
+    @property
+    def rounds_made(self) -> int:
+        """The rounds that one client takes part in, at most; 1 where there are none."""
+        return self.rounds_per_client or self.rounds or 1
 
     @classmethod
     def read(cls, found: Mapping[str, Value]) -> Self:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rasura.accounting.configurations.facts import Call, Facts, Stated, Value
-from rasura.accounting.configurations.nvflare import WITHOUT_NOISE
+from rasura.accounting.configurations.nvflare import UNTRAINED, WITHOUT_NOISE
 from rasura.accounting.configurations.programs import program
 from rasura.core.errors import InputError
 
@@ -98,10 +98,7 @@ def _json(found: Value, path: Path) -> Contents:
     """NVFlare's client or server configuration."""
     if not isinstance(found, Mapping) or not {"executors", "workflows", "task_result_filters"} & set(found):
         raise InputError(f"{path} is not a configuration of NVFlare; expected executors, workflows or task_result_filters")
-    workflows = [one.get("args") for one in _tables(found.get("workflows"))]
-    given = [args.get("num_rounds") for args in workflows if isinstance(args, Mapping)]
-    rounds = {one for one in given if isinstance(one, int)}
-    facts = Facts(rounds=rounds.pop() if len(rounds) == 1 else None)
+    facts = Facts(rounds=_rounds(_tables(found.get("workflows"))))
     tasks = tuple(dict.fromkeys(task for one in _tables(found.get("executors")) for task in _names(one.get("tasks"))))
     calls = []
     for direction, key in (("result", "task_result_filters"), ("data", "task_data_filters")):
@@ -117,6 +114,19 @@ def _json(found: Value, path: Path) -> Contents:
                 extra["server"] = "workflows" in found
                 calls.append(replace(one, extra=extra))
     return Contents(tuple(calls), facts)
+
+
+def _rounds(workflows: Iterable[Mapping[str, Value]]) -> int | None:
+    """The rounds of all workflows that train, one after another; None where the rounds of any are not written."""
+    total = 0
+    for one in workflows:
+        arguments = one.get("args")
+        rounds = arguments.get("num_rounds") if isinstance(arguments, Mapping) else None
+        if isinstance(rounds, int) and not isinstance(rounds, bool) and rounds >= 0:
+            total += rounds
+        elif rounds is not None or _filter(one, "").name not in UNTRAINED:
+            return None
+    return total or None
 
 
 def _covered(chains: Value, name: str) -> set[str]:

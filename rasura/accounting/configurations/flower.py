@@ -150,9 +150,9 @@ def _central(draft: Draft, multiplier: float, clip: float, confusable: float | N
             f"how the updates are aggregated is {given}; the noise fits the mean of FedAvg and FedProx alone: "
             'pass --aggregation mean, or aggregation = "mean" in [run]'
         )
-    answering = facts.clients_per_round or configured
+    answering = facts.clients_per_round or min(configured, facts.clients or configured)
     if facts.clients_per_round is None:
-        draft.notes.append(f"assumes that exactly {configured} clients answer in each round; Flower only warns otherwise")
+        draft.notes.append(f"assumes that exactly {answering} clients answer in each round; Flower only warns otherwise")
     if facts.sampling == "poisson":
         draft.hazard("sampling", "Flower draws a fixed number of clients; the accounting of Poisson sampling does not apply")
     weight = facts.weights

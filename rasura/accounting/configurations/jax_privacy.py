@@ -45,7 +45,7 @@ def keras(draft: Draft) -> None:
         multiplier = sought(target, min(1.0, size * parts / examples), steps, chosen_at)
     else:
         multiplier = draft.noise("noise_multiplier")
-    made = max(steps, draft.facts.steps or 0)
+    made = max(steps, draft.facts.steps or 0) * draft.facts.rounds_made
     if made > steps:
         draft.hazard("steps", f"train_steps is {steps}, but {made} are made")
     rate, count = min(1.0, size / min(known, examples)), made * parts
@@ -79,7 +79,8 @@ def privatizer(draft: Draft) -> None:
         plan = Draft(drawn[0], draft.facts, None)
         if plan.count("cycle_length", 1) != 1 or plan.value("truncated_batch_size") is not None:
             raise Unknown("cyclic or truncated sampling is not counted here; plain Poisson sampling is")
-        steps = Steps(plan.number("sampling_prob"), plan.count("iterations"), 1, True)
+        made = max(plan.count("iterations"), draft.facts.steps or 0) * draft.facts.rounds_made
+        steps = Steps(plan.number("sampling_prob"), made, 1, True)
     else:
         if draft.facts.sampling is None:
             raise Unknown("how batches are drawn is not known; pass --sampling poisson, shuffled or fixed")

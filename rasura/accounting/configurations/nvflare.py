@@ -16,6 +16,8 @@ FIRST_SOUND = (2, 8)
 WITHOUT_NOISE = ("PercentilePrivacy", "ExcludeVars", "DXOBlocker", "ConvertWeights")
 """Filters that add no noise. They have no guarantee, and beside ``SVTPrivacy`` they change nothing in its guarantee."""
 
+UNTRAINED = ("CrossSiteModelEval", "CrossSiteEval", "GlobalModelEval", "InitializeGlobalWeights")
+"""Workflows without rounds of training. Their tasks are those of the client's configuration."""
 
 ARGUMENTS = (
     "fraction", "epsilon", "noise_var", "gamma", "tau", "data_kinds", "replace", "epsilon_threshold", "epsilon_query",
