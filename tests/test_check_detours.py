@@ -307,3 +307,36 @@ def test_places_that_are_taken_once_have_a_figure(tmp_path: Path, places: str) -
         "DataLoader(train_set,", f"DataLoader(Subset(TensorDataset(torch.randint(0, 9, (9, 10))), {places}),"
     )
     assert read(tmp_path, made).exit_code == 0
+
+
+FIT = "from mine import fit"
+OF_DATA = {
+    "a model that a function of another file makes": ("model = fit(train_set)", FIT),
+    "weights that a function of another file makes": ("model.weight = fit(data=train_set)", FIT),
+    "weights from a mean of the examples": ("mean = train_set.x.mean(0)\nmodel.weight = nn.Parameter(mean)", ""),
+    "weights from a part of a tuple": ("xs, ys = train_set.tensors\nmodel.weight = nn.Parameter(xs)", ""),
+    "a layer from examples": ("model.embed = nn.Embedding.from_pretrained(train_set.x)", ""),
+    "weights from a loop": ("for x, y in train_set:\n    model.bias = nn.Parameter(x)", ""),
+    "weights in a function": ("begin(model, train_set)", "def begin(m, d):\n    m.bias = nn.Parameter(d.x)\n"),
+    "a model of a function": ("model = build(train_set)", f"{FIT}\ndef build(d):\n    m = fit(d)\n    return m\n"),
+    "a size from labels": ("model = nn.Linear(10, int(train_set.y.max()))", ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OF_DATA)
+def test_a_model_that_begins_with_the_examples_has_no_figure(tmp_path: Path, name: str) -> None:
+    lines, defs = OF_DATA[name]
+    found = read(
+        tmp_path, program(loop(), defs, "\n".join([lines, "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)"]))
+    )
+    assert found.outcome == "not known" and all(one.bounds == () for one in found.findings)
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["model = nn.Linear(10, len(train_set.classes))", "model = nn.Linear(train_set.shape[1], 2)",
+     "model.steps = len(train_set)", "model.bias = nn.Parameter(torch.zeros(2))"],
+)  # fmt: skip
+def test_a_model_that_knows_the_form_of_the_examples_has_its_figure(tmp_path: Path, line: str) -> None:
+    lines = [line, "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)"]
+    assert read(tmp_path, program(loop(), before="\n".join(lines))).outcome == "holds"

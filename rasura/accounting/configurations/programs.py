@@ -21,6 +21,7 @@ from rasura.accounting.configurations.handled import LIBRARIES, Handled
 from rasura.accounting.configurations.kinds import Kind
 from rasura.accounting.configurations.models import loaded_weights, mixed_examples
 from rasura.accounting.configurations.mods import given_mods
+from rasura.accounting.configurations.prepared import weights_of_data
 from rasura.accounting.configurations.scopes import Scopes, changed, last_name
 from rasura.accounting.configurations.trainings import LOADER, Training, training
 
@@ -216,7 +217,8 @@ def _followed(
     passes = list(found.passes.values())
     whole = [one for one in passes if one is not None]
     made = sum(whole) if whole and len(whole) == len(passes) else None
-    return made, [*found.doubts, *mixed_examples(scopes), *weights], assumed
+    begun = [doubt for one in trained for doubt in weights_of_data(scopes, one.node, one.inputs())]
+    return made, [*found.doubts, *mixed_examples(scopes), *weights, *begun], assumed
 
 
 def _whole(scopes: Scopes) -> Iterator[tuple[ast.AST, str]]:
