@@ -389,3 +389,24 @@ def test_pure_noise_gives_nothing() -> None:
         except AttackFailed:
             continue
         assert guess.confidence == "matched" and decibels(guess, truth) < floor + 1
+
+
+def test_an_image_that_rgb_of_8_bits_does_not_show_is_refused(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    ramp = torch.linspace(300, 65_535, SIZE * SIZE).to(torch.int32).reshape(SIZE, SIZE).numpy()
+    clear = image.new("RGBA", (SIZE, SIZE), (0, 0, 0, 0))
+    clear.paste((0, 0, 0, 255), (4, 4, 20, 20))
+    palette = image.new("P", (SIZE, SIZE), 0)
+    palette.info["transparency"] = 0
+    for name, one, words in (
+        ("deep_1.png", image.fromarray(ramp.astype("uint16")), "more than 8 bits"),
+        ("clear_1.png", clear, "transparent pixels"),
+        ("palette_1.png", palette, "transparent pixels"),
+    ):
+        one.save(tmp_path / name)
+        with pytest.raises(InputError, match=words):
+            load_images(tmp_path / name)
+    for kind in ("RGBA", "L", "P"):
+        image.new("RGB", (SIZE, SIZE), (51, 51, 51)).convert(kind).save(tmp_path / f"{kind}_1.png")
+        (read_back,) = load_images(tmp_path / f"{kind}_1.png")
+        assert torch.allclose(read_back.pixels, torch.full((3, SIZE, SIZE), 0.2), atol=0.02)

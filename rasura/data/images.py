@@ -59,7 +59,8 @@ def load_images(source: str | Path, *, limit: int | None = None) -> list[ImageEx
     file's name.
 
     ``cat_3.png`` has label 3; a name without a number at its end has label 0. Raises ``InputError`` for a missing file, an
-    empty folder, and a file that is not an image; ``MissingExtra`` without Pillow.
+    empty folder, a file that is not an image, and an image with transparent pixels or more than 8 bits a channel, which RGB
+    of 8 bits does not show; ``MissingExtra`` without Pillow.
     """
     path = Path(source)
     if path.is_dir():
@@ -77,9 +78,14 @@ def _read(file: Path) -> ImageExample:
     image = _pillow()
     try:
         with image.open(file) as opened:
+            deep = opened.mode.startswith(("I", "F"))
+            clear = not deep and opened.convert("RGBA").getchannel("A").getextrema()[0] < 255
             pixels = np.asarray(opened.convert("RGB"), dtype=np.float32) / 255
     except Exception:  # the decoders of damaged files raise whatever comes
         raise InputError(f"{file} cannot be read as an image; expected a PNG or JPEG file") from None
+    if deep or clear:
+        what = "more than 8 bits a channel" if deep else "transparent pixels"
+        raise InputError(f"{file} has {what}, and what a model sees of them is not known; convert it to RGB of 8 bits")
     number = re.search(r"(\d+)$", file.stem)
     label = int(number[1]) if number else 0
     if label >= MAX_CLASSES:
