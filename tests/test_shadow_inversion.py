@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from rasura.core.values import Grant, Observation
 from rasura.ghost.defense import ghost
 from rasura.ghost.models import made_for
 from rasura.ghost.selection import Selector
+from rasura.ghost.selection_settings import DEFAULT, Selection
 from rasura.ghost.table import ShadowSettings, ShadowTable, token_embedding
 from rasura.priors.trigram import Trigram
 from rasura.testing.tiny import CLS, SEP, VOCABULARY, batch_of, tiny
@@ -97,8 +99,10 @@ def test_the_lattice_finds_the_likeliest_of_all_texts(table: ShadowTable) -> Non
     assert chance([(t, c[t]) for t, c in zip(found[1:-1], chances)]) == pytest.approx(chance(best))
 
 
-def behind_ghost(protected: bool = True, model: nn.Module | None = None, reference: tuple[str, ...] = ()) -> Observation:
-    defense = (ghost(shadows=SMALL),) if protected else ()
+def behind_ghost(
+    protected: bool = True, model: nn.Module | None = None, reference: tuple[str, ...] = (), selection: Selection = DEFAULT
+) -> Observation:
+    defense = (ghost(shadows=SMALL, selection=selection),) if protected else ()
     model = model or tiny("bert", "classification")
     batch = batch_of([TEXT], "classification", [1])
     sent = step(model, batch, defense, task="classification", vocabulary=VOCABULARY, rng=generator(0, "step"))
@@ -115,6 +119,21 @@ def test_from_a_gradient_to_originals_and_no_claim_beyond_matched(table: ShadowT
     assert guess.confidence == "matched" and guess.details["substitutes"] == "verified"
     (found,), (read,) = guess.tokens, substitutes.tokens
     assert all(new in table.of(old).tolist() for old, new in zip(found[1:-1], read[1:-1]))
+
+
+def test_the_selection_is_run_again_with_the_settings_that_were_announced() -> None:
+    def read(selection: Selection, level: Literal["quick", "default"]) -> tuple[int, ...]:
+        guess = registry.attack("ghost-lattice")(behind_ghost(selection=selection), rng=generator(0), budget=Budget(level))
+        assert guess.confidence == "matched" and guess.details["substitutes"] == "verified"
+        return guess.tokens[0]
+
+    def hits(text: Sequence[int]) -> int:
+        return sum(a == b for a, b in zip(text, TEXT))
+
+    for selection in (Selection(), Selection(sweeps=0)):
+        assert hits(read(selection, "default")) > hits(read(selection, "quick"))
+    drawn = Selection(sweeps=0, start="random")
+    assert read(drawn, "default") == read(drawn, "quick"), "what was drawn cannot be run again"
 
 
 @pytest.mark.slow

@@ -4,31 +4,36 @@ The mechanism names the settings and the model is public, so the table of shadow
 the *preimages* of every substitute: the tokens that may have become it. The paper's strategies choose among them by
 similarity (Feng et al. 2026, sec. 5.7); ``lattice`` (ours) weighs each by the chance that it became this substitute, which
 is the larger the fewer and the farther its other substitutes are, and by what the language expects, in a beam search over
-the whole text.
+the whole text. Then it runs the selection again on what it found.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from rasura.attacks.ghost.lattice import Options, likeliest
+from rasura.attacks.ghost.rerun import Rerun, asked_again
 from rasura.attacks.updates.best import Best
 from rasura.core.interfaces import AttackFailed, Budget, InputError, NotApplicable, Prior
 from rasura.core.rng import generator
 from rasura.core.specs import AttackSpec, Home
 from rasura.core.values import UNKNOWN, Grant, Observation, Reconstruction
+from rasura.ghost.defense import searchable
 from rasura.ghost.models import made_for
 from rasura.ghost.neighbours import unit_rows
+from rasura.ghost.selection import Selector
+from rasura.ghost.selection_settings import Selection
 from rasura.ghost.table import ShadowSettings, ShadowTable, token_embedding
 from rasura.priors import language
 
 Strategy = Literal["sampling", "maximum", "median", "mean", "lattice"]
+Settings = TypeVar("Settings", ShadowSettings, Selection)
 
 
 NEARNESS = 5.0
@@ -72,10 +77,14 @@ def preimages_of(table: ShadowTable, model: nn.Module) -> Preimages:
 
 def announced_ghost(seen: Observation) -> ShadowSettings:
     """The settings that the mechanism states. Raises ``NotApplicable`` if it does not include GHOST."""
+    return _announced(seen, ShadowSettings)
+
+
+def _announced(seen: Observation, kind: type[Settings]) -> Settings:
     for m in seen.mechanism if Grant.MECHANISM in seen else ():
         if m.name == "ghost":
-            told: dict[str, Any] = {n: m.parameters[n] for n in ShadowSettings.__dataclass_fields__ if n in m.parameters}
-            return ShadowSettings(**told)
+            told: dict[str, Any] = {n: m.parameters[n] for n in kind.__dataclass_fields__ if n in m.parameters}
+            return kind(**told)
     raise NotApplicable("no protection by ghost was announced, so there is nothing to invert")
 
 
@@ -88,6 +97,17 @@ def substitutes(seen: Observation, budget: Budget) -> Reconstruction:
 
 
 _READ: list[Any] = []
+
+
+def possible(text: Sequence[int], preimages: Preimages, fixed: frozenset[int]) -> Options:
+    """At every place of ``text`` its preimages; ``fixed`` tokens and those without preimages stay."""
+    out: list[tuple[Tensor, Tensor]] = []
+    for token in text:
+        originals, chances = preimages.of(token) if token >= 0 else (torch.empty(0), torch.empty(0))
+        if token in fixed or not len(originals):
+            originals, chances = torch.tensor([token]), torch.ones(1, dtype=torch.double)
+        out.append((originals, chances))
+    return out
 
 
 def inverted(
@@ -104,12 +124,7 @@ def inverted(
 ) -> tuple[int, ...]:
     """The original of an obfuscated ``text`` (ids). ``fixed`` tokens and those without preimages stay; ``embedding``
     ``(tokens, hidden)`` is the public one. ``beam`` texts are kept by ``lattice``, ``tried`` originals a place."""
-    options: list[tuple[Tensor, Tensor]] = []
-    for token in text:
-        originals, chances = preimages.of(token) if token >= 0 else (torch.empty(0), torch.empty(0))
-        if token in fixed or not len(originals):
-            originals, chances = torch.tensor([token]), torch.ones(1, dtype=torch.double)
-        options.append((originals, chances))
+    options = possible(text, preimages, fixed)
     if strategy == "lattice":
         return likeliest(options, prior, fixed, beam, tried)
     out = []
@@ -131,29 +146,6 @@ def inverted(
     return tuple(out)
 
 
-def likeliest(
-    options: Sequence[tuple[Tensor, Tensor]], prior: Prior | None, fixed: frozenset[int], beam: int, tried: int
-) -> tuple[int, ...]:
-    """The likeliest text: at every place the chance of the substitute times that of the language so far."""
-
-    def likely(ids: Sequence[int]) -> float:
-        return prior.log_probability(ids) if prior is not None and ids else 0.0
-
-    beams: list[tuple[float, tuple[int, ...], tuple[int, ...]]] = [(0.0, (), ())]  # chance, text, text for the prior
-    for originals, chances in options:
-        pairs = [(float(c), int(t)) for t, c in zip(originals, chances)]
-        alone = sorted(pairs, key=lambda p: -(math.log(p[0]) + (0.0 if p[1] in fixed else likely([p[1]]))))
-        scored = []
-        for chance, text, told in beams:
-            for c, token in alone[:tried]:
-                more = told if token in fixed or token == UNKNOWN else (*told, token)
-                own = chance + math.log(c)
-                scored.append((own + likely(more), own, (*text, token), more))
-        scored.sort(key=lambda s: (-s[0], s[2]))
-        beams = [(own, text, told) for _, own, text, told in scored[:beam]]
-    return beams[0][1]
-
-
 @dataclass(frozen=True)
 class ShadowInversion:
     """Reads the substitutes with the portfolio, then inverts them by ``strategy``."""
@@ -164,10 +156,10 @@ class ShadowInversion:
     uses: frozenset[Grant] = frozenset(
         {Grant.BATCH_SIZE, Grant.LABELS, Grant.LENGTHS, Grant.REFERENCE_TEXT, Grant.LANGUAGE_MODEL}
     )
-    work: Mapping[str, tuple[int, int]] = field(
-        default_factory=lambda: {"quick": (4, 8), "default": (16, 32), "paper": (64, 128)}
+    work: Mapping[str, tuple[int, int, int]] = field(
+        default_factory=lambda: {"quick": (4, 8, 0), "default": (16, 32, 1), "paper": (64, 128, 2)}
     )
-    """Budget level -> texts kept, originals tried at a place."""
+    """Budget level -> texts kept, originals tried at a place, sweeps in which the selection is run again."""
 
     def __call__(self, seen: Observation, *, rng: torch.Generator, budget: Budget) -> Reconstruction:
         settings = announced_ghost(seen)
@@ -178,7 +170,7 @@ class ShadowInversion:
             prior: Prior | None = language(seen) if self.strategy == "lattice" else None
         except InputError as error:
             raise AttackFailed(str(error)) from None
-        beam, tried = self.work[budget.level]
+        beam, tried, sweeps = self.work[budget.level]
         preimages = preimages_of(table, seen.model)
         texts = tuple(
             inverted(
@@ -187,10 +179,29 @@ class ShadowInversion:
             )
             for text in read.tokens
         )  # fmt: skip
+        if self.strategy == "lattice" and sweeps and read.confidence != "none":
+            texts = self._again(seen, table, read.tokens, texts, prior, beam, sweeps)
         details = {k: v for k, v in read.details.items() if k != "proof"}
         details |= {"substitutes": read.confidence, "strategy": self.strategy}
         # What verifies the substitutes says nothing of the originals.
         return replace(read, tokens=texts, confidence="matched", proof=None, labels=read.labels, details=details)
+
+    @staticmethod
+    def _again(
+        seen: Observation, table: ShadowTable, read: Sequence[tuple[int, ...]], found: Sequence[tuple[int, ...]],
+        prior: Prior | None, beam: int, sweeps: int,
+    ) -> tuple[tuple[int, ...], ...]:  # fmt: skip
+        """What was ``found``, after the selection ran again on it. What was drawn, or not wholly ``read``, stays."""
+        selection, fixed = _announced(seen, Selection), seen.vocabulary.special_ids
+        if not selection.sweeps and selection.start == "random":
+            return tuple(found)
+        selector = Selector(searchable(seen.model), table, fixed, selection)
+        preimages = preimages_of(table, seen.model)
+        return tuple(
+            guess if UNKNOWN in text
+            else asked_again(guess, possible(text, preimages, fixed), Rerun(selector, text), prior, fixed, beam, sweeps)
+            for text, guess in zip(read, found)
+        )  # fmt: skip
 
 
 def lattice() -> ShadowInversion:
@@ -223,8 +234,10 @@ LATTICE = AttackSpec(
     about="against ghost: decodes substitutes by their probability and a language model",
     source="Rasura",
     make=lattice,
-    seconds=0.2,
+    seconds=2.0,
     once=3.0,
+    growth=0.5,
+    work={"quick": 0.1, "default": 1.0, "paper": 5.0},
     protection=True,
     home=Home(defense="ghost"),
 )
