@@ -19,7 +19,8 @@ from training_setting import fine_tuning, notes, rows
 import rasura
 from rasura.core.rng import generator
 from rasura.core.run_store import RunStore
-from rasura.ghost.defense import ghost, searchable
+from rasura.ghost.defense import ghost
+from rasura.ghost.models import searchable
 from rasura.ghost.table import ShadowSettings
 from rasura.registry import parse_defense
 from rasura.runs.ghost_obfuscator import GhostObfuscator

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from rasura.core.rng import generator
-from rasura.ghost.defense import ghost, searchable
+from rasura.ghost.defense import ghost
+from rasura.ghost.models import searchable
 from rasura.ghost.table import ShadowSettings
 from rasura.runs.ghost_obfuscator import GhostObfuscator
 from rasura.testing.tiny import CLS, SEP, VOCABULARY, batch_of, tiny, tokenizer_folder

@@ -229,6 +229,7 @@ def test_attacks_see_only_what_an_adversary_may(module: str) -> None:
         "rasura.ghost.models",
         "rasura.ghost.neighbours",
         "rasura.ghost.selection",
+        "rasura.ghost.selection_settings",
         "rasura.ghost.table",
         "rasura.attacks",
         "rasura.victims.fingerprint",

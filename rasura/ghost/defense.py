@@ -6,7 +6,6 @@ The search for shadow tokens and their selection are in ``rasura.ghost``; here i
 from __future__ import annotations
 
 from dataclasses import asdict, replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -17,22 +16,12 @@ from rasura.core.mechanisms import mechanism
 from rasura.core.options import options
 from rasura.core.rng import Randomness
 from rasura.core.specs import TEXT, DefenseSpec, Strength
-from rasura.core.threat import adversary_copy
 from rasura.core.values import Stage, Vocabulary
-from rasura.ghost.models import made_for
+from rasura.ghost.models import made_for, searchable
 from rasura.ghost.selection import Selector
 from rasura.ghost.selection_settings import DEFAULT, Selection
 from rasura.ghost.table import PAPER, ShadowSettings, ShadowTable, embedding_digest, token_embedding
 from rasura.ghost.words import lemmatizer
-
-
-def searchable(model: nn.Module) -> nn.Module:
-    """``model`` as GHOST computes with it: on the CPU, with embeddings in float32 or float64. A copy where it is not so."""
-    own = model if all(p.device.type == "cpu" for p in model.parameters()) else adversary_copy(model)
-    base: Any = getattr(own, "base_model", own)
-    # Of what it returns: a model whose weights stay on disk has them in half precision, and computes in float32.
-    kind = base.get_input_embeddings()(torch.tensor([0])).dtype
-    return own if kind in (torch.float32, torch.float64) else adversary_copy(own).float()
 
 
 def ghost(

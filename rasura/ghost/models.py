@@ -1,12 +1,14 @@
-"""The shadow table of a model, plain or in groups."""
+"""The shadow table of a model, plain or in groups, and the model as GHOST computes with it."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from rasura.core.threat import adversary_copy
 from rasura.core.values import Vocabulary
 from rasura.core.vocabulary import tokenizer_digest
 from rasura.ghost.groups import grouped
@@ -36,6 +38,15 @@ def made_for(model: nn.Module, vocabulary: Vocabulary, settings: ShadowSettings,
     if key not in _MADE:
         _MADE[key] = _made(table, vocabulary, settings)
     return _MADE[key]
+
+
+def searchable(model: nn.Module) -> nn.Module:
+    """``model`` as GHOST computes with it: on the CPU, with embeddings in float32 or float64. A copy where it is not so."""
+    own = model if all(p.device.type == "cpu" for p in model.parameters()) else adversary_copy(model)
+    base: Any = getattr(own, "base_model", own)
+    # Of what it returns: a model whose weights stay on disk has them in half precision, and computes in float32.
+    kind = base.get_input_embeddings()(torch.tensor([0])).dtype
+    return own if kind in (torch.float32, torch.float64) else adversary_copy(own).float()
 
 
 def _made(table: Tensor, vocabulary: Vocabulary, settings: ShadowSettings) -> ShadowTable:

@@ -10,8 +10,8 @@ from typing import Any
 from rasura.core.interfaces import InputError
 from rasura.core.rng import generator
 from rasura.data.text import Example, place_of
-from rasura.ghost.defense import ghost, searchable
-from rasura.ghost.models import made_for
+from rasura.ghost.defense import ghost
+from rasura.ghost.models import made_for, searchable
 from rasura.ghost.selection_settings import Selection
 from rasura.ghost.table import PAPER, ShadowSettings, ShadowTable, embedding_digest, token_embedding
 from rasura.victims.loading import Victim

@@ -24,8 +24,7 @@ from rasura.core.interfaces import AttackFailed, Budget, InputError, NotApplicab
 from rasura.core.rng import generator
 from rasura.core.specs import AttackSpec, Home
 from rasura.core.values import UNKNOWN, Grant, Observation, Reconstruction
-from rasura.ghost.defense import searchable
-from rasura.ghost.models import made_for
+from rasura.ghost.models import made_for, searchable
 from rasura.ghost.neighbours import unit_rows
 from rasura.ghost.selection import Selector
 from rasura.ghost.selection_settings import Selection
