@@ -22,20 +22,15 @@ def likelihood(prior: Prior | None, fixed: frozenset[int], text: Sequence[int]) 
 
 def likeliest(options: Options, prior: Prior | None, fixed: frozenset[int], beam: int, tried: int) -> tuple[int, ...]:
     """The likeliest text: at every place the chance of the substitute times that of the language so far."""
-
-    def likely(ids: Sequence[int]) -> float:
-        return prior.log_probability(ids) if prior is not None and ids else 0.0
-
-    beams: list[tuple[float, tuple[int, ...], tuple[int, ...]]] = [(0.0, (), ())]  # chance, text, text for the prior
+    beams: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]  # chance, text
     for originals, chances in options:
         pairs = [(float(c), int(t)) for t, c in zip(originals, chances)]
-        alone = sorted(pairs, key=lambda p: -(math.log(p[0]) + (0.0 if p[1] in fixed else likely([p[1]]))))
+        alone = sorted(pairs, key=lambda p: -(math.log(p[0]) + likelihood(prior, fixed, [p[1]])))
         scored = []
-        for chance, text, told in beams:
+        for chance, text in beams:
             for c, token in alone[:tried]:
-                more = told if token in fixed or token == UNKNOWN else (*told, token)
-                own = chance + math.log(c)
-                scored.append((own + likely(more), own, (*text, token), more))
+                own, more = chance + math.log(c), (*text, token)
+                scored.append((own + likelihood(prior, fixed, more), own, more))
         scored.sort(key=lambda s: (-s[0], s[2]))
-        beams = [(own, text, told) for _, own, text, told in scored[:beam]]
+        beams = [(own, text) for _, own, text in scored[:beam]]
     return beams[0][1]

@@ -72,15 +72,16 @@ class MaskPositions:
             raise NotApplicable("no table of words is partly hidden, so there are no positions to read")
         counts = hidden[table].sum(1)
         rows = standing_out(counts)
-        large, most, told = len(rows), MAX_FRACTION * len(counts), None
-        if table in output or (found.tied and seen.task == "causal"):
+        large, most = len(rows), MAX_FRACTION
+        filled = table in output or (found.tied and seen.task == "causal")
+        if filled:
             rows, large = by_size(counts, rows, hidden[table].shape[1])
-            most, told = MAX_FRACTION_FILLED * len(counts), sum(seen.lengths) if Grant.LENGTHS in seen else None
-        if large > most:
+            most = MAX_FRACTION_FILLED
+        if large > most * len(counts):
             raise AttackFailed(
                 f"{large} of {len(counts)} rows differ from those around them: the mask follows weights or chance, not words"
             )
-        rows = rows[: large if told is None else told]
+        rows = rows[: sum(seen.lengths) if filled and Grant.LENGTHS in seen else large]
         special = seen.vocabulary.special_ids
         words = [int(i) for i in rows if int(i) < seen.vocabulary.size]
         if not set(words) - special:
