@@ -44,12 +44,6 @@ def output_layer(model: nn.Module) -> nn.Module | None:
     return layer if isinstance(layer, nn.Module) else None
 
 
-def has_own_output_layer(model: nn.Module) -> bool:
-    """Whether ``model`` has an output layer whose weight is not its word embedding."""
-    layer = output_layer(model)
-    return layer is not None and getattr(_innermost(layer), "weight", None) is not _innermost(_embedding(model)).weight
-
-
 def _embedding(model: nn.Module) -> Any:
     return getattr(model, "get_input_embeddings", lambda: None)()
 

@@ -23,7 +23,6 @@ from rasura.core.run_store import RunStore
 from rasura.core.threat import THREATS, ThreatModel
 from rasura.core.unchanged import CHANGED
 from rasura.core.values import Grant, Reconstruction, Task, Transcript
-from rasura.core.word_rows import has_own_output_layer
 from rasura.registry import (
     REGISTERED,
     AttackLike,
@@ -51,6 +50,7 @@ from rasura.runs.plans import Plan
 from rasura.runs.processes import Workers
 from rasura.runs.scoring import label_scores, naming, no_value, recovered, scored, sent_bytes, versions
 from rasura.victims.loading import Victim, in_memory
+from rasura.victims.models import parts
 from rasura.victims.step import step
 
 
@@ -75,7 +75,8 @@ class Audit:
         self.attacks, self.updates, self.metrics = chosen.attacks, chosen.updates, chosen.metrics
         self.defenses = chosen.defenses
         self.victim = victim or load_victim(plan, data.num_labels, device)
-        among = partial(adversaries, images=bool(data.images), own_output=has_own_output_layer(self.victim.model))
+        own_output = self.victim.task == "causal" and not parts(self.victim.model).tied
+        among = partial(adversaries, images=bool(data.images), own_output=own_output)
         self.known_by = {t: among(t, defenses=methods.defenses, attacks=methods.attacks) for t in self.defenses}
         self.own = own_methods(methods, self.attacks, self.defenses, self.metrics)
         adapters = (local.adapter for local, _ in self.updates.values())
