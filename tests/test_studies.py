@@ -233,11 +233,22 @@ def test_the_script_of_a_study_is_there(name: str) -> None:
     assert not command or (command[0] == "python" and (FOLDER.parent / command[1]).is_file())
 
 
-def test_rows_without_an_interval_come_first_then_the_widest() -> None:
-    few, wide = [record("span", [0.5]) for _ in range(4)], [record("span", [0.0, 1.0]) for _ in range(3)]
-    narrow, never = [record("span", [0.5]) for _ in range(40)], [record("span", [], "crashed")] * 5
-    rows = {"none": [], "few": few, "wide": wide, "narrow": narrow, "never": never}
-    assert sorted(rows, key=lambda name: urgency(rows[name], "rouge1")) == ["none", "few", "wide", "narrow", "never"]
+def test_rows_without_an_interval_come_first_then_cheap_ones_that_are_short_then_the_widest() -> None:
+    def sized(low: float, high: float, seeds: int = 3) -> list[dict[str, object]]:
+        texts = [record("span", [low, high]) for _ in range(8)]
+        return [{**r, "seed": seed} for r in texts for seed in range(seeds)]
+
+    rows = {
+        "none": [],
+        "few": [record("span", [0.5]) for _ in range(4)],
+        "nearly": sized(0.5, 0.5)[1:],
+        "texts": sized(0.0, 1.0)[3:],
+        "seeds": sized(0.5, 0.5, seeds=2),
+        "wide": sized(0.0, 1.0),
+        "narrow": [{**r, "cpu_seconds": 60.0} for r in sized(0.5, 0.5, seeds=1)],
+        "never": [{**record("span", [], "crashed"), "cpu_seconds": 60.0}] * 5,
+    }
+    assert sorted(sorted(rows), key=lambda name: urgency(rows[name], "rouge1")) == list(rows)
 
 
 @pytest.mark.slow

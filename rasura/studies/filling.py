@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rasura.core.records import Record
 from rasura.core.run_store import RunStore
+from rasura.report.scores import notes_of
 from rasura.studies.metric_values import ENOUGH, level_of, values_of
 
 if TYPE_CHECKING:
@@ -23,17 +24,35 @@ def row_key(cell: Cell) -> Row:
     return cell.attack, cell.update, cell.defense, cell.threat, cell.batch_size
 
 
-def urgency(records: Sequence[Mapping[str, Any]], metric: str) -> tuple[float, int]:
+TEXTS, SEEDS, CHEAP = 16, 3, 60.0
+"""A row whose cells take less than ``CHEAP`` CPU seconds is to have this many texts, each with this many seeds."""
+
+
+def urgency(records: Sequence[Mapping[str, Any]], metric: str) -> tuple[int, float, int]:
     """How much a row with ``records`` wants another cell: the least first.
 
-    Rows with fewer than five values come before all others, those with fewer cells first. The others follow by the width
-    of their interval, the widest first. An attack that never gives a value has its cells counted in place of values.
+    Rows with fewer than five values come before all others, those with fewer cells first. Then come cheap rows that lack
+    some of their 16 texts or three seeds, those that take the least time first. The others follow by the width of their
+    interval, the widest first. An attack that never gives a value has its cells counted in place of values.
     """
     values = values_of(records, metric, "scores")
     if len(values) < ENOUGH and len(records) < ENOUGH:
-        return -float("inf"), len(records)
+        return 0, 0.0, len(records)
+    seconds = median(r["cpu_seconds"] for r in records)
+    if seconds < CHEAP and (lacking := _lacking(records)):
+        return 1, lacking * seconds, len(records)
     _, low, high = level_of(values, metric)
-    return (low - high if values and low == low else 0.0), len(records)
+    return 2, (low - high if values and low == low else 0.0), len(records)
+
+
+def _lacking(records: Sequence[Mapping[str, Any]]) -> int:
+    """How many cells a row lacks, until each of its texts, 16 at least, was attacked with three seeds."""
+    tried: dict[int, set[int]] = {}
+    for r in records:
+        for note in notes_of(r):
+            tried.setdefault(note, set()).add(r["seed"])
+    missing = sum(max(0, SEEDS - len(seeds)) for seeds in tried.values()) + SEEDS * max(0, TEXTS - len(tried))
+    return -(-missing // int(records[0]["batch_size"]))
 
 
 def in_time(
