@@ -11,14 +11,16 @@ import torch
 from span_setting import seen_by_server
 from torch import nn
 
-from rasura.attacks.updates.span import Span, endings
+from rasura.attacks.updates.span import Span, endings, prefixes
+from rasura.attacks.updates.span import predicted as predictions
 from rasura.attacks.updates.span.inputs import Inputs
+from rasura.attacks.updates.span.predicted import predicted
 from rasura.core.batches import Batch
 from rasura.core.interfaces import Budget
 from rasura.core.local import Adapter
 from rasura.core.rng import generator
 from rasura.core.threat import HONEST_SERVER, observe
-from rasura.core.values import UNKNOWN, Observation, Reconstruction, Vocabulary
+from rasura.core.values import UNKNOWN, Message, Observation, Reconstruction, Vocabulary
 from rasura.data.text import Example, encode
 from rasura.registry import parse_defense
 from rasura.testing.tiny import DECODERS, PAD, VOCABULARY, batch_of, tiny
@@ -128,6 +130,38 @@ def test_the_last_token_is_named_by_any_one_block() -> None:
             budget=Budget(),
         )
         assert guess.tokens == (tuple(rows[0]),) and guess.confidence == "verified"
+
+
+@pytest.mark.parametrize("family", DECODERS)
+def test_the_last_block_alone_tells_the_next_word_of_the_whole_vocabulary(family: str) -> None:
+    """The slow way is a run of the model for each word (``Grower.states``)."""
+    model, text = tiny(family, "causal", hidden=48, words=500), [1, 40, 3, 41, 9, 60, 41, 277]
+    seen = seen_by_server(model, batch_of([text], "causal"), "causal", keep=f"{parts(model).blocks[-1].module}.")
+    tells = predicted(seen, Inputs(model))
+    assert tells is not None
+    for n in range(1, len(text)):
+        _, outside = tells.outside(torch.tensor(text[:n]))
+        others = torch.cat([outside[: text[n]], outside[text[n] + 1 :]])
+        assert float(outside[text[n]]) < 1e-2 * float(others.min())
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
+def test_words_that_no_layer_proposes_are_tried_after_all(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of the texts begins with a rare word, and nobody expects what comes next."""
+    monkeypatch.setattr(prefixes, "COMMON", 1)
+    for name in ("NEAREST", "LIKELIEST"):
+        monkeypatch.setattr(predictions, name, 1)
+    model, rows = tiny(family, "causal", hidden=96, blocks=3), [[277, 40, 3, 41, 9, 60, 61], [5, 50, 51, 4, 52]]
+    seen = seen_of(model, batch_of(rows, "causal"), "causal")
+    kept = {n: g for n, g in seen.gradients.items() if f"{parts(model).blocks[-1].module}." in n}
+    guess = Span()(replace(seen, message=Message(kept)), rng=generator(0), budget=Budget())
+    assert sorted(guess.tokens) == sorted(map(tuple, rows)) and guess.confidence == "verified"
+
+
+@pytest.mark.parametrize("keep", ["k_proj", "v_proj"])
+def test_layers_that_other_positions_see_predict_nothing(keep: str) -> None:
+    seen = seen_by_server(tiny("llama", "causal", hidden=48), batch_of([[1, 40, 3, 41, 9]], "causal"), "causal", keep=keep)
+    assert predicted(seen, Inputs(seen.model)) is None
 
 
 def adapted(model: nn.Module, rank: int) -> nn.Module:

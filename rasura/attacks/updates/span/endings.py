@@ -9,13 +9,13 @@ output.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rasura.attacks.shared.verify import PRECISION, VERIFIED, check
 from rasura.attacks.updates.span.inputs import Inputs
+from rasura.attacks.updates.span.predicted import run
 from rasura.attacks.updates.span.rows import visible_gradients
 from rasura.core.values import UNKNOWN, Observation
 from rasura.victims.models import Linear, layer_inputs
@@ -160,37 +160,19 @@ def _named(model: nn.Module, lin: Linear, tokens: Sequence[int], delta: Tensor) 
     """Tokens whose loss behind ``tokens`` has a gradient in the direction of ``delta`` by the output of ``lin``, best first;
     ``UNKNOWN`` before them where another one is about as good as the best. With the cosine of the best.
 
-    Of the whole vocabulary at once: ``<J^T (p - e_y), u>`` is ``<p, J u> - (J u)_y`` for any direction ``u``. Then exactly
-    for the best.
+    Of the whole vocabulary by the sides of its ``delta``, then exactly for the best.
     """
-    outputs: list[Tensor] = []
-
-    def keep(_: nn.Module, __: tuple[Any, ...], out: Tensor) -> Tensor:
-        outputs.append(out.detach().requires_grad_(True))
-        return outputs[-1].clone()  # Falcon adds to it in place
-
-    ids = torch.tensor([list(tokens)])
-    handle = model.get_submodule(lin.module).register_forward_hook(keep)
-    try:
-        with torch.enable_grad():
-            logits = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0, -1]
-            out = outputs[-1]
-            ones = torch.zeros_like(logits, requires_grad=True)
-            (back,) = torch.autograd.grad(logits, out, ones, create_graph=True)
-            last = back.reshape(-1, len(delta))[-1]
-            directions = _directions(delta).to(last)
-            (pushed,) = torch.autograd.grad(last, ones, directions, is_grads_batched=True)
-            pushed = pushed.T
-            sides = logits.detach().softmax(0) @ pushed - pushed
-        along = sides @ (directions @ delta.to(last)) / sides.norm(dim=1).clamp_min(1e-30)
-        nearest = along.topk(min(NEAREST, len(along))).indices
-        wanted = logits.detach().softmax(0).repeat(len(nearest), 1)
-        wanted[torch.arange(len(nearest)), nearest] -= 1
-        (own,) = torch.autograd.grad(logits, out, wanted, is_grads_batched=True)
-        own = own.reshape(len(nearest), -1, len(delta))[:, -1].double()
-        cosines = own @ delta / (own.norm(dim=1) * delta.norm()).clamp_min(1e-300)
-    finally:
-        handle.remove()
+    ran = run(model, lin, torch.tensor(list(tokens)))
+    logits = ran.logits
+    directions = _directions(delta).to(logits)
+    sides = ran.sides(directions)
+    along = sides @ (directions @ delta.to(logits)) / sides.norm(dim=1).clamp_min(1e-30)
+    nearest = along.topk(min(NEAREST, len(along))).indices
+    wanted = logits.detach().softmax(0).repeat(len(nearest), 1)
+    wanted[torch.arange(len(nearest)), nearest] -= 1
+    (own,) = torch.autograd.grad(logits, ran.output, wanted, is_grads_batched=True)
+    own = own.reshape(len(nearest), -1, len(delta))[:, -1].double()
+    cosines = own @ delta / (own.norm(dim=1) * delta.norm()).clamp_min(1e-300)
     order = cosines.argsort(descending=True)
     off = (1 - cosines[order]).clamp_min(PRECISION).tolist()
     found = [int(nearest[k]) for k in order[:OPTIONS] if float(cosines[k]) > ALIKE]

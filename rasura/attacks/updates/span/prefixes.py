@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rasura.attacks.shared.twins import one_of_twins, row_norms
 from rasura.attacks.updates.span.inputs import Inputs
+from rasura.attacks.updates.span.predicted import predicted
 from rasura.attacks.updates.span.rows import RowSpace
 from rasura.attacks.updates.span.scan import Scan
 from rasura.core.interfaces import AttackFailed
@@ -31,6 +32,10 @@ LEVELS = (0.1, 0.3, 1.0)
 MOST_REPEATED = 16
 """Maximum number of tokens of a text that explain nothing new. A true text has them in one run, at its beginning. In a
 blurred row space they may follow any token, and texts would grow for minutes."""
+
+
+COMMON = 4096
+"""Minimum number of first tokens that are tried before all others: a vocabulary begins with the common ones."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +89,7 @@ class Grower:
         self.deep = [b for b in inputs.parts.blocks if b.index in spaces and b.index > 0][:2]
         self.vocabulary = seen.vocabulary
         self.standing = row_norms(seen)
+        self.predicted = predicted(seen, inputs) if scan is None else None
         self._bag: dict[int, Tensor] = {}
 
     @property
@@ -100,6 +106,17 @@ class Grower:
             self._bag[key] = self.ids[self.scan.within(key, TOLERANCE)[0]]
         return self._bag[key]
 
+    def proposed(self, head: tuple[int, ...]) -> Tensor:
+        """The ``allowed`` ids that are likely behind ``head``: those that a layer predicts; of first tokens, common ones,
+        which have low ids. All of them where no layer predicts."""
+        allowed = self.allowed(len(head))
+        if self.predicted is None or len(head) < len(self.vocabulary.prefix):
+            return allowed
+        if not head:
+            return allowed[: max(COMMON, len(allowed) // 8)]
+        likely = self.predicted(torch.tensor(head))
+        return likely[torch.isin(likely, allowed)]
+
     def indiscriminate(self, position: int) -> bool:
         """Whether block 0 accepts more tokens at ``position`` than a batch of its rank can hold."""
         return self.scan is not None and len(self.allowed(position)) > 2 * self.scan.space.rank
@@ -115,7 +132,7 @@ class Grower:
     def extensions(self, prefix: Prefix) -> list[Prefix]:
         """All prefixes one token longer that every visible block accepts, best first."""
         position = len(prefix.tokens)
-        allowed = self.allowed(position)
+        allowed = self.proposed(prefix.tokens)
         if position > 0 and self.vocabulary.prefix:  # text holds the start token once
             allowed = allowed[allowed != self.vocabulary.prefix[0]]
         elif position < len(self.vocabulary.prefix):
@@ -168,10 +185,20 @@ def grow(
     would take hours and name nothing.
     """
     grower = Grower(seen, spaces, inputs, ids, scan)
+    chosen, explained = _texts(grower, longest, batch_size)
+    if grower.predicted is not None and explained < grower.space.rank:
+        grower.predicted = None
+        chosen, _ = _texts(grower, longest, batch_size)
+    return chosen if lengths is None else _with_beginnings(chosen, lengths)
+
+
+def _texts(grower: Grower, longest: int, batch_size: int | None) -> tuple[list[Prefix], int]:
+    """The texts that ``grower`` finds, and how many dimensions of its row space they explain."""
     nothing = grower.space.basis[:, :0]
     alive = [Prefix((), (), (), nothing.T, nothing)]
     done: list[Prefix] = []
     chosen: list[Prefix] = []
+    explained = 0
     while alive:
         ended, runs = _grown(grower, alive, longest, batch_size)
         done += ended
@@ -179,7 +206,7 @@ def grow(
         if explained >= grower.space.rank:
             break
         alive = runs
-    return chosen if lengths is None else _with_beginnings(chosen, lengths)
+    return chosen, explained
 
 
 def _grown(grower: Grower, alive: list[Prefix], longest: int, batch_size: int | None) -> tuple[list[Prefix], list[Prefix]]:

@@ -1,0 +1,112 @@
+"""The tokens that may follow a decoder's prefix, told by a layer of the last block that acts on each position alone.
+
+The gradient of such a layer is ``sum_t delta_t x_t^T``, so its column space holds the ``delta`` of every position: ``J^T
+(softmax - onehot(next token))``, J the Jacobian of the position's logits by the layer's output. Behind a known prefix, both
+the softmax and J are known. So one run of the model tests the whole vocabulary, in place of one run for each token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rasura.attacks.updates.span.inputs import Inputs
+from rasura.attacks.updates.span.rows import RowSpace, row_space, visible_gradients
+from rasura.core.rng import generator
+from rasura.core.values import Observation
+from rasura.victims.models import Linear
+
+DIRECTIONS = 32
+"""Random directions outside the column space that a ``delta`` is measured in, and as many within it."""
+
+NEAREST, LIKELIEST = 32, 32
+"""Tokens that are proposed: those whose ``delta`` lies nearest to the column space, and those that the model expects. One
+that it is sure of has next to no ``delta``."""
+
+
+@dataclass(frozen=True)
+class Ran:
+    """Of a prefix: the ``logits`` ``(vocabulary,)`` of its last position, and the ``output`` of a layer before them."""
+
+    logits: Tensor
+    output: Tensor
+
+    def sides(self, directions: Tensor) -> Tensor:
+        """Of each next token, ``<delta, u>`` for the ``directions`` u ``(k, outputs)``: ``(vocabulary, k)``. ``delta``: the
+        gradient of its loss by the layer's output at the last position.
+
+        Of the whole vocabulary at once: ``<J^T (p - e_y), u>`` is ``<p, J u> - (J u)_y``.
+        """
+        ones = torch.zeros_like(self.logits, requires_grad=True)
+        (back,) = torch.autograd.grad(self.logits, self.output, ones, create_graph=True)
+        last = back.reshape(-1, directions.shape[1])[-1]
+        (pushed,) = torch.autograd.grad(last, ones, directions.to(last), is_grads_batched=True, retain_graph=True)
+        return self.logits.detach().softmax(0) @ pushed.T - pushed.T
+
+
+def run(model: nn.Module, lin: Linear, tokens: Tensor) -> Ran:
+    """``model`` on the prefix ``tokens`` ``(length,)``."""
+    outputs: list[Tensor] = []
+
+    def keep(_: nn.Module, __: tuple[Any, ...], out: Tensor) -> Tensor:
+        outputs.append(out.detach().requires_grad_(True))
+        return outputs[-1].clone()  # Falcon adds to it in place
+
+    handle = model.get_submodule(lin.module).register_forward_hook(keep)
+    try:
+        with torch.enable_grad():
+            logits = model(input_ids=tokens[None], attention_mask=torch.ones_like(tokens)[None]).logits[0, -1]
+    finally:
+        handle.remove()
+    return Ran(logits, outputs[-1])
+
+
+class Predicted:
+    """Proposes tokens behind prefixes, by the column ``space`` of the gradient of ``lin``."""
+
+    def __init__(self, inputs: Inputs, lin: Linear, space: RowSpace) -> None:
+        self.model, self.lin = inputs.model, lin
+        within = torch.randn(space.rank, DIRECTIONS, dtype=torch.float64, generator=generator(0, "predicted"))
+        across = torch.randn(DIRECTIONS, len(space.basis), dtype=torch.float64, generator=generator(1, "predicted"))
+        self.directions = torch.cat([space.outside(across), (space.basis @ within).T])
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        """The ids that are likely behind ``tokens`` ``(length,)``, each once."""
+        logits, outside = self.outside(tokens)
+        nearest = outside.topk(min(NEAREST, len(outside)), largest=False).indices
+        likeliest = logits.topk(min(LIKELIEST, len(logits))).indices
+        return torch.tensor(sorted({*nearest.tolist(), *likeliest.tolist()}))
+
+    def outside(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """The logits of what follows ``tokens``, and how much of each one's ``delta`` lies outside the column space, by what
+        lies within: both ``(vocabulary,)``. Rounding alone leaves 1e-5 of a true one outside."""
+        found = run(self.model, self.lin, tokens)
+        along = found.sides(self.directions)
+        outside, inside = along[:, :DIRECTIONS].norm(dim=1), along[:, DIRECTIONS:].norm(dim=1)
+        return found.logits.detach(), outside / inside.clamp_min(1e-30)
+
+
+def predicted(seen: Observation, inputs: Inputs) -> Predicted | None:
+    """``Predicted`` by the last layer of the last block that the adversary sees whole; None if there is none, or it shows no
+    column space, or the loss is not that of a language model."""
+    within = f"{inputs.parts.blocks[-1].module}."
+    for lin in reversed(inputs.parts.linears if seen.task == "causal" else ()):
+        for gradient in visible_gradients(seen, [lin]) if lin.module.startswith(within) else []:
+            space = row_space([gradient.T])
+            if space is not None and _alone(inputs.model, lin):
+                return Predicted(inputs, lin, space)
+    return None
+
+
+def _alone(model: nn.Module, lin: Linear) -> bool:
+    """Whether ``lin`` gives one output for each position, on which no other position's logits depend. Keys, values and the
+    layers of one of several experts do not."""
+    tokens = torch.tensor([5, 6, 7])
+    found = run(model, lin, tokens)
+    if found.output.shape[:-1] != (1, len(tokens)):
+        return False
+    (back,) = torch.autograd.grad(found.logits.sum(), found.output)
+    return bool(back[0, -1].any()) and not bool(back[0, :-1].any())
