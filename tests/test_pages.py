@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import math
 import re
 from collections.abc import Iterator, Mapping
 from html import unescape
@@ -13,11 +14,13 @@ import pytest
 from browser_setting import BREAKS, axe, in_browser
 from jinja2 import nodes
 from pages_setting import MADE, PLAN, audit_page, calibration_result, pages, rows, training_folder
-from rows import sentences
+from rows import column, sentences
+from rows import stored as whole
 from typer.testing import CliRunner
 
 from rasura.cli import app
 from rasura.core.errors import InputError
+from rasura.core.records import LABELS, MASK
 from rasura.core.threat import MODEL_USER, SERVICE_OPERATOR, THREATS
 from rasura.registry import ATTACKS, DEFENSES, SERVICE_ATTACKS, SERVICE_PROTECTIONS
 from rasura.report import (
@@ -38,7 +41,7 @@ from rasura.report import (
 from rasura.report.assessment import markdown
 from rasura.report.findings import findings
 from rasura.report.language import LANGUAGES, catalogue, number, tell, written_in
-from rasura.report.page import write_report
+from rasura.report.page import render, write_notes, write_report
 from rasura.report.template import environment, pieces
 
 OTHERS = [name for name in LANGUAGES if name != "en"]
@@ -175,6 +178,24 @@ def test_what_has_no_figure_is_not_crossed_by_the_line_of_the_target(tmp_path: P
     without = [track for track in tracks if "no figure</text>" in track]
     assert without and len(tracks) > len(without)
     assert [track for track in tracks if ('class="target"' in track) == (track in without)] == []
+
+
+def test_no_figure_reads_none_or_all_that_is_not_and_no_interval_is_rounded_inwards(tmp_path: Path) -> None:
+    some = whole(column("span", "none", [0.996] * 3))
+    for r in some:
+        r |= {"recovered": [{"sent": MASK, "read": MASK, "score": 0.996, "words": [[MASK, True, True]]}]}
+        r["scores"][LABELS], r["blind"][LABELS] = {"per_record": [0.996]}, {"per_record": [0.004]}
+    found = findings(some, PLAN)
+    level = found.best["none"].level
+    assert level is not None
+    low, high = math.floor(100 * level.low), math.ceil(100 * level.high)
+    write_notes(tmp_path, found, some, PLAN, show_text=False)
+    told, note = render(some, PLAN, MADE), (tmp_path / "notes" / "1.html").read_text()
+    assert f">{low}–{high} · n 3<" in told, "as in the sentence on top"
+    assert f"99 %, 95 % interval {low} to {high} %" in sentences(told).replace("\xa0", " ")
+    assert ">99</td>" in told and ">1</td>" in told, "labels that were named, and guessing"
+    assert "ROUGE-1 99" in sentences(told)
+    assert "99 % of the words, guessing 20 %" in sentences(note).replace("\xa0", " ")
 
 
 def test_an_assessment_is_in_the_language_asked_for() -> None:

@@ -6,6 +6,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from rasura.core.errors import MissingExtra
+from rasura.core.rounding import percent, percent_above, percent_below
 from rasura.report.language import LANGUAGES, current, number, recorded, size, tell
 
 if TYPE_CHECKING:
@@ -58,6 +59,9 @@ def environment() -> Environment:
         "size": size,
         "brief": brief,
         "recorded": recorded,
+        "percent": percent,
+        "percent_above": percent_above,
+        "percent_below": percent_below,
     }
     made.globals |= {"tell": tell}
     return made

@@ -10,7 +10,7 @@ from typing import Any
 
 from rasura.core.errors import InputError
 from rasura.core.provenance import Sitting
-from rasura.core.rounding import percent_above, percent_below
+from rasura.core.rounding import percent, percent_above, percent_below
 from rasura.metrics.learned import accuracy_interval, epochs_compared, has_figures, one_class
 from rasura.report.commands import Step, command
 from rasura.report.head import Made, duration, machine, origin, settings
@@ -86,9 +86,9 @@ def verdict(side: Side, baseline: Side | None) -> tuple[str, str]:
         if name == "loss":
             says = tell("Loss {loss:.3f}; it has no interval, so no verdict rests on it.", loss=float(figure))
             return UNKNOWN, f"{says} {tell('In at least one training it did not fall.')}" if side.at_chance else says
-        says = tell("Accuracy {mean:.1f} %, with no interval:", mean=100 * float(figure))
+        says = tell("Accuracy {mean:.1f} %, with no interval:", mean=percent(float(figure), 1))
         return UNKNOWN, f"{says} {tell('the run does not say among how many epochs its texts chose.')}"
-    mean, low, high = (100 * x for x in side.level)
+    mean, low, high = (f(x, 1) for f, x in zip((percent, percent_below, percent_above), side.level, strict=True))
     says = tell("Accuracy {mean:.1f} % (95 %: {low:.1f} to {high:.1f}).", mean=mean, low=low, high=high)
     if side.at_chance:
         says += " " + tell("At least one training is not told from naming the most frequent class.")
