@@ -19,6 +19,7 @@ from browser_setting import Driven
 from rasura.attacks.shared.verify import prove
 from rasura.attacks.updates.span import attack
 from rasura.core.errors import InputError
+from rasura.core.rounding import percent
 from rasura.report.template import filled
 from rasura.runs.playground import ADVERSARIES, FIRST, PROTECTIONS, Playground, Question
 from rasura.server.loopback import Answers, Loopback
@@ -61,6 +62,20 @@ def test_a_text_is_read_back_and_guessing_stands_beside_it(known: Playground) ->
     assert update["bytes"] > 0 and (blind["attack"], rows["attack"]) == ("blind", "embedding-rows")
     assert span["status"] == "ok" and span["recall"] == 1.0 and blind["recall"] < span["recall"]
     assert all(hit for _, hit, _ in span["words"])
+
+
+def test_a_text_that_was_cut_is_said_to_be_and_a_rest_is_not_rounded_away(known: Playground, tmp_path: Path) -> None:
+    (model,) = known.victims
+    told = list(known.answers({"model": model, "text": " ".join(TEXTS * 20)[:1900], "attack": "embedding-rows"}))
+    (update,) = [one for one in told if one["kind"] == "update"]
+    blind, rows = [one for one in told if one["kind"] == "attack"]
+    assert update["cut"] and update["cut"][0] < update["cut"][1]
+    assert all(one["percent"] == percent(one["recall"]) for one in (blind, rows))
+    rows |= {"status": "ok", "confidence": "matched", "recall": 0.996, "percent": 99.0}
+    with served(known, lambda _: iter([update, {"kind": "began", "attack": "blind"}, rows])) as server:
+        state, _, ((_, _, shown, _),) = in_browser(server, TEXTS[0], tmp_path)
+    assert state.startswith(f"The text was cut: {update['cut'][0]} of its {update['cut'][1]} tokens were sent, and")
+    assert "99 % of the tokens" in shown
 
 
 def test_words_are_told_one_by_one_and_more_of_them_each_time(known: Playground) -> None:

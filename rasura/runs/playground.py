@@ -11,7 +11,8 @@ from typing import Any
 
 from rasura.core.errors import InputError
 from rasura.core.options import known
-from rasura.core.records import Record
+from rasura.core.records import CUT, Record
+from rasura.core.rounding import percent
 from rasura.core.so_far import SoFar
 from rasura.core.values import Task
 from rasura.data.fictional import fictional_notes
@@ -115,7 +116,8 @@ class Playground:
 
     def answers(self, told: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         """The answers to a question as plain values: first the command; then of each attack that it began, what it has read
-        so far, and how it ended. The size of the update comes before the end of the first.
+        so far, and how it ended. The size of the update comes before the end of the first, with ``cut``: how many of the
+        text's tokens were sent, and of how many; None where all were.
 
         Raises ``InputError`` for a wrong question.
         """
@@ -147,7 +149,9 @@ def _told(audit: Audit) -> Iterator[dict[str, Any]]:
         else:
             if not sized:
                 sized = True
-                yield {"kind": "update", "bytes": heard.sent_bytes, "seconds": heard.defense_seconds}
+                (kept, whole), *_ = heard.details[CUT] or [(0, 0)]
+                cut = [kept, whole] if kept < whole else None
+                yield {"kind": "update", "bytes": heard.sent_bytes, "seconds": heard.defense_seconds, "cut": cut}
             yield _answer(heard)
 
 
@@ -155,8 +159,10 @@ def _answer(record: Record) -> dict[str, Any]:
     """What one attack read of the asked text, which is the first of the batch, and how it ended."""
     row = next(iter(record.recovered), None)
     (level, *_) = record.scores.get("token_recall", {}).get("per_record") or [None]
+    level = level if level == level else None
     return {
         "kind": "attack", "attack": record.attack, "status": record.status, "reason": record.reason,
         "confidence": record.confidence, "seconds": record.wall_seconds, "words": [] if row is None else row["words"],
-        "read": "" if row is None else row["read"], "recall": level if level == level else None, "tokens": record.n_tokens,
+        "read": "" if row is None else row["read"], "recall": level, "percent": None if level is None else percent(level),
+        "tokens": record.n_tokens,
     }  # fmt: skip
