@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import asdict
 from typing import Any
 
@@ -11,9 +12,9 @@ import pytest
 from membership_setting import MIDDLE, PLAN, row
 from rows import sentences
 
-from rasura.metrics.membership import auc, tpr_at, tpr_bound
+from rasura.metrics.membership import auc, auc_bound, tpr_at, tpr_bound
 from rasura.registry import membership_adversaries
-from rasura.report.membership import Found, membership_findings, render_membership
+from rasura.report.membership import Found, _auc, membership_findings, render_membership
 from rasura.report.membership_verdict import above, by_chance
 
 KNOW = membership_adversaries("dp-sgd:1.0").attacks
@@ -131,7 +132,7 @@ def test_an_epsilon_is_compared_with_every_rate() -> None:
     assert "permits finding at most 1.65 % of the members at 1 % false alarms, and lira is above it" in said
     assert "no attack is shown" not in said
     both = " ".join(found(with_rates("lira", FEW, auc=0.9), defense="none", epsilon=0.5).checks)
-    assert "permits an AUC of at most 0.622, and lira is above it" in both and "1.65 % of the members" in both
+    assert "permits an AUC of at most 0.623, and lira is above it" in both and "1.65 % of the members" in both
     weak = " ".join(found(with_rates("lira", FEW), defense="none", epsilon=2.0).checks)
     assert "no attack is shown to exceed it" in weak and "permits finding" not in weak
     delta = " ".join(found(with_rates("lira", FEW), defense="none", epsilon=0.5, delta=0.02).checks)
@@ -177,3 +178,12 @@ def test_scores_that_say_nothing_are_above_guessing_no_more_often_than_the_page_
         scores = {"auc": asdict(auc(values, members)), "tpr@0.01": asdict(tpr_at(values, members, 0.01))}
         wrong += above(scores)
     assert wrong / 400 <= by_chance(1)
+
+
+def test_no_bound_of_an_auc_is_rounded_to_what_it_does_not_promise() -> None:
+    lira = with_rates("lira", FEW)
+    lira["scores"]["auc"] |= {"mean": 0.6, "low": 0.4996, "high": 0.7304}
+    told = " ".join(found(lira, defense="none", epsilon=2.5).checks)
+    ((permitted, open_),) = re.findall(r"AUC of at most (\S+); no attack .* up to (\S+) is not", told)
+    assert f"{auc_bound(2.5):.3f}" == "0.924" and float(permitted) >= auc_bound(2.5), "to the nearest it would be less"
+    assert open_ == "0.731" and _auc(lira["scores"]["auc"]) == "0.600 (0.499 to 0.731)"

@@ -10,7 +10,7 @@ import typer
 from rich.table import Table
 
 from rasura.cli.shared import StepDevice, app, device_named, err, out, say, say_json
-from rasura.core.rounding import percent
+from rasura.core.rounding import percent, percent_above, percent_below
 
 if TYPE_CHECKING:
     from rasura.report.compare import Comparison
@@ -52,7 +52,7 @@ def _print(found: Comparison) -> None:
     table = Table("attack", "protection", "before, %", "after, %", "difference, points", "n", "", header_style="bold")
     for c in found.changes:
         mean = ["–" if v is None else f"{percent(v):.0f}" for v in (c.before, c.after)]
-        span = "–" if c.low is None or c.high is None else f"{100 * c.low:+.0f} to {100 * c.high:+.0f}"
+        span = "–" if c.low is None or c.high is None else f"{percent_below(c.low):+.0f} to {percent_above(c.high):+.0f}"
         n = str(c.n[0]) if c.n[0] == c.n[1] else f"{c.n[0]}, {c.n[1]}"
         word = f"{c.word}: {c.why}" if c.why else c.word
         table.add_row(c.attack, f"{c.column} ({c.where})" if c.where else c.column, *mean, span, n, word)

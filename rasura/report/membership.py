@@ -53,7 +53,8 @@ def _rate(score: Mapping[str, Any]) -> str:
 
 
 def _auc(score: Mapping[str, Any]) -> str:
-    return tell("{mean:.3f} ({low:.3f} to {high:.3f})", **{end: float(score[end]) for end in ("mean", "low", "high")})
+    low, high = percent_below(score["low"], 1) / 100, percent_above(score["high"], 1) / 100
+    return tell("{mean:.3f} ({low:.3f} to {high:.3f})", mean=float(score["mean"]), low=low, high=high)
 
 
 def _own(score: Mapping[str, Any]) -> str:

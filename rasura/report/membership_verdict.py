@@ -96,7 +96,8 @@ def conclusion(real: Sequence[Record], rates: Sequence[str], missing: Sequence[s
 
 
 def _not_ruled_out(real: Sequence[Record]) -> float:
-    return float(max(max(r["scores"]["auc"]["high"], 1 - r["scores"]["auc"]["low"]) for r in real))
+    most = max(max(r["scores"]["auc"]["high"], 1 - r["scores"]["auc"]["low"]) for r in real)
+    return percent_above(most, 1) / 100
 
 
 def by_epsilon(done: Sequence[Record], plan: Mapping[str, Any], missing: Sequence[str]) -> list[str]:
@@ -105,7 +106,7 @@ def by_epsilon(done: Sequence[Record], plan: Mapping[str, Any], missing: Sequenc
     epsilon, delta = plan["epsilon"], plan.get("delta", 0.0)
     bound = auc_bound(epsilon, delta)
     shown = {"epsilon": number(epsilon, "g"), "delta": f", delta {number(delta, 'g')}" if delta else ""}
-    given = {**shown, "bound": float(bound)}
+    given = {**shown, "bound": percent_above(bound, 1) / 100}
     out = []
     ranked = [r["attack"] for r in real if max((auc := r["scores"]["auc"])["low"], 1 - auc["high"]) > bound]
     if ranked:
