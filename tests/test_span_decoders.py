@@ -13,10 +13,11 @@ from torch import nn
 
 from rasura.attacks.updates.span import Span, endings, prefixes
 from rasura.attacks.updates.span import predicted as predictions
+from rasura.attacks.updates.span.attack import dager
 from rasura.attacks.updates.span.inputs import Inputs
 from rasura.attacks.updates.span.predicted import predicted
 from rasura.core.batches import Batch
-from rasura.core.interfaces import Budget
+from rasura.core.interfaces import Budget, NotApplicable
 from rasura.core.local import Adapter
 from rasura.core.rng import generator
 from rasura.core.threat import HONEST_SERVER, observe
@@ -156,6 +157,21 @@ def test_words_that_no_layer_proposes_are_tried_after_all(family: str, monkeypat
     kept = {n: g for n, g in seen.gradients.items() if f"{parts(model).blocks[-1].module}." in n}
     guess = Span()(replace(seen, message=Message(kept)), rng=generator(0), budget=Budget())
     assert sorted(guess.tokens) == sorted(map(tuple, rows)) and guess.confidence == "verified"
+
+
+@pytest.mark.parametrize(
+    ("family", "keep", "block"),
+    [("llama", ".mlp.", 0), ("llama", "layers.1.mlp.down", 1), ("gpt2", ".mlp.", 0), ("llama", "o_proj", 0)],
+)
+def test_other_layers_stand_in_for_hidden_attention(family: str, keep: str, block: int) -> None:
+    model, rows = tiny(family, "causal", hidden=96), [[40, 40, 3, 41, 9, 277], [5, 50, 51, 4, 52]]
+    whole = seen_of(model, batch_of(rows, "causal"), "causal")
+    seen = replace(whole, message=Message({n: g for n, g in whole.gradients.items() if keep in n}))
+    guess = Span()(seen, rng=generator(0), budget=Budget())
+    assert sorted(guess.tokens) == sorted(map(tuple, rows)) and guess.confidence == "verified"
+    assert str(guess.details["blocks"])[0] == str(block)
+    with pytest.raises(NotApplicable):
+        dager()(seen, rng=generator(0), budget=Budget())
 
 
 @pytest.mark.parametrize("keep", ["k_proj", "v_proj"])

@@ -20,7 +20,7 @@ from rasura.attacks.updates.span.inputs import Inputs
 from rasura.attacks.updates.span.leverage import or_by_leverage
 from rasura.attacks.updates.span.null import each_once, prefixes_believed, rows_believed, tokens_believed
 from rasura.attacks.updates.span.prefixes import Prefix, grow
-from rasura.attacks.updates.span.rows import FULL, RowSpace, block_spaces, blocks_to_read, visible_blocks
+from rasura.attacks.updates.span.rows import FULL, RowSpace, block_spaces, blocks_to_read, stand_ins, visible_blocks
 from rasura.attacks.updates.span.scan import Scan
 from rasura.attacks.updates.span.tokens import Row, Search, candidates, clearest, plain, tell_rows
 from rasura.core.interfaces import AttackFailed, Budget, NotApplicable
@@ -67,20 +67,20 @@ class Span:
     def _read(self, seen: Observation, rng: torch.Generator, budget: Budget) -> Reconstruction:
         known = parts(seen.model)
         # The first visible block names tokens; one or two deeper ones tell texts apart.
-        one_text = Grant.BATCH_SIZE in seen and seen.batch_size == 1 and not known.causal
-        wanted = 1 if one_text else 3
+        wanted = 1 if Grant.BATCH_SIZE in seen and seen.batch_size == 1 and not known.causal else 3
         observed, seen = seen, uncovered(seen, wanted)
-        spaces = block_spaces(seen, blocks_to_read(seen)[:wanted])
+        dropout = announced_dropout(seen) if self.adaptive else 0.0
+        others = stand_ins(seen) if self.adaptive and known.causal and not (dropout or visible_blocks(seen)) else ()
+        spaces = block_spaces(seen, (others or blocks_to_read(seen))[:wanted])
         if not spaces:
             rank = announced_update(seen).lora
             most = f"more tokens than adapters of rank {rank} show" if rank else f"{known.hidden} tokens or more"
             why = f"either the batch holds {most}, or rounding or noise hides it"
             raise AttackFailed(f"the gradients show no row space: {why}")
-        inputs = Inputs(seen.model)
+        inputs = Inputs(seen.model, others)
         longest = max(seen.lengths) if Grant.LENGTHS in seen else max(space.rank for space in spaces.values()) + 1
         ids = candidates(seen.vocabulary)
         scan = Scan(spaces[0], inputs, ids, longest, row_norms(seen)) if 0 in spaces else None
-        dropout = announced_dropout(seen) if self.adaptive else 0.0
         if known.causal and any(k > 0 for k in spaces) and not dropout:
             texts = self._decoder(observed, seen, spaces, inputs, scan)
             if texts is not None:
@@ -246,7 +246,7 @@ class Span:
         tokens = tuple(tuple(t for t, _ in text) for text in texts)
         details: dict[str, Parameter] = {
             "rank": max(s.rank for s in spaces.values()),
-            "blocks": ",".join(map(str, sorted(spaces))),
+            "blocks": ",".join(str(k % len(parts(seen.model).blocks)) for k in sorted(spaces)),
             "dropout_fit": active,
         }
         proof = None if active else prove(seen, tokens, [[s for _, s in text] for text in texts])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -30,11 +31,12 @@ Way = Callable[[Any, Tensor, Sequence[Block]], dict[int, Tensor]]
 
 
 class Inputs:
-    """The attention inputs that token ids would produce in the adversary's model."""
+    """The attention inputs that token ids would produce in the adversary's model; with ``blocks``, the inputs of the layers
+    that these name in place of queries, keys and values."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, blocks: tuple[Block, ...] = ()) -> None:
         self.model = model
-        self.parts = parts(model)
+        self.parts = replace(parts(model), blocks=blocks) if blocks else parts(model)
         self._heads: dict[tuple[int, tuple[int, ...]], Any] = {}
 
     @cached_property

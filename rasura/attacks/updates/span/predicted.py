@@ -17,7 +17,7 @@ from rasura.attacks.updates.span.inputs import Inputs
 from rasura.attacks.updates.span.rows import RowSpace, row_space, visible_gradients
 from rasura.core.rng import generator
 from rasura.core.values import Observation
-from rasura.victims.models import Linear
+from rasura.victims.models import Linear, parts
 
 DIRECTIONS = 32
 """Random directions outside the column space that a ``delta`` is measured in, and as many within it."""
@@ -92,8 +92,9 @@ class Predicted:
 def predicted(seen: Observation, inputs: Inputs) -> Predicted | None:
     """``Predicted`` by the last layer of the last block that the adversary sees whole; None if there is none, or it shows no
     column space, or the loss is not that of a language model."""
-    within = f"{inputs.parts.blocks[-1].module}."
-    for lin in reversed(inputs.parts.linears if seen.task == "causal" else ()):
+    known = parts(inputs.model)
+    within = f"{known.blocks[-1].module}."
+    for lin in reversed(known.linears if seen.task == "causal" else ()):
         for gradient in visible_gradients(seen, [lin]) if lin.module.startswith(within) else []:
             space = row_space([gradient.T])
             if space is not None and _alone(inputs.model, lin):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rasura.core.errors import NotApplicable
 from rasura.core.values import Observation
-from rasura.victims.models import Block, Linear, parts
+from rasura.victims.models import Block, Linear, parts, recorded_inputs
 
 CHUNK = 2048
 """Tokens whose inputs are computed at once when a whole vocabulary is tested."""
@@ -166,6 +166,32 @@ def blocks_to_read(seen: Observation) -> tuple[Block, ...]:
             "in their first round"
         )
     raise NotApplicable("no whole query, key or value gradient is visible")
+
+
+@torch.no_grad()
+def stand_ins(seen: Observation) -> tuple[Block, ...]:
+    """The blocks of a decoder by other layers than its queries, keys and values, where such are visible: of each block those
+    with one input, of the widest row space. Their inputs at a position, too, depend on the tokens up to it alone.
+
+    Their index counts on from the last block's: a token and its place alone tell the input of block 0's attention only.
+    """
+    known = parts(seen.model)
+    matrices = {lin: g for lin in known.linears for g in visible_gradients(seen, [lin]) if bool(g.any())}
+    ids = torch.tensor([[5, 6, 7]])
+    with recorded_inputs(seen.model, [lin.module for lin in matrices], stop=False) as inputs:
+        seen.model(input_ids=ids, attention_mask=torch.ones_like(ids))
+    found = []
+    for block in known.blocks:
+        groups: list[list[Linear]] = []
+        for lin in (lin for lin in matrices if lin.module.startswith(f"{block.module}.")):
+            x = inputs.get(lin.module)
+            if x is not None and x.shape[:-1] == ids.shape:  # an expert reads some of the tokens
+                same = next((group for group in groups if torch.equal(inputs[group[0].module], x)), None)
+                groups.append([lin]) if same is None else same.append(lin)
+        if groups:
+            widest = max(groups, key=lambda g: min(sum(len(matrices[lin]) for lin in g), matrices[g[0]].shape[1]))
+            found.append(Block(block.index + len(known.blocks), block.module, tuple(widest)))
+    return tuple(found)
 
 
 def block_spaces(seen: Observation, blocks: Sequence[Block]) -> dict[int, RowSpace]:
