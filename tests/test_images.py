@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import struct
 import sys
 import types
+import zlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -187,6 +189,7 @@ def test_mse_and_psnr_are_what_they_say() -> None:
     a = torch.full((3, 4, 4), 0.25)
     assert mse(a, a + 0.1) == pytest.approx(0.01, abs=1e-8) and psnr(a, a + 0.1) == pytest.approx(20, abs=1e-5)
     assert mse(a, a) == 0 and psnr(a, a) == 100
+    assert math.isnan(psnr(a, a * math.nan)), "and not the 100 dB of an exact copy"
 
 
 def test_the_error_of_pixels_has_a_range_and_so_an_interval() -> None:
@@ -391,6 +394,18 @@ def test_pure_noise_gives_nothing() -> None:
         assert guess.confidence == "matched" and decibels(guess, truth) < floor + 1
 
 
+def png_of_16_bits(colours: int, count: int) -> bytes:
+    """A PNG of 4x4 opaque pixels with 16 bits a channel, which Pillow does not write in colour."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    rows = (b"\0" + b"\xff\xff" * count * 4) * 4
+    head = struct.pack(">IIBBBBB", 4, 4, 16, colours, 0, 0, 0)
+    parts = (chunk(b"IHDR", head), chunk(b"IDAT", zlib.compress(rows)), chunk(b"IEND", b""))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
+
+
 def test_an_image_that_rgb_of_8_bits_does_not_show_is_refused(tmp_path: Path) -> None:
     image = pytest.importorskip("PIL.Image")
     ramp = torch.linspace(300, 65_535, SIZE * SIZE).to(torch.int32).reshape(SIZE, SIZE).numpy()
@@ -406,6 +421,10 @@ def test_an_image_that_rgb_of_8_bits_does_not_show_is_refused(tmp_path: Path) ->
         one.save(tmp_path / name)
         with pytest.raises(InputError, match=words):
             load_images(tmp_path / name)
+    for colours, count in ((0, 1), (2, 3), (4, 2), (6, 4)):  # grey, RGB, and both with transparency
+        (tmp_path / "wide_1.png").write_bytes(png_of_16_bits(colours, count))
+        with pytest.raises(InputError, match="more than 8 bits"):
+            load_images(tmp_path / "wide_1.png")
     for kind in ("RGBA", "L", "P"):
         image.new("RGB", (SIZE, SIZE), (51, 51, 51)).convert(kind).save(tmp_path / f"{kind}_1.png")
         (read_back,) = load_images(tmp_path / f"{kind}_1.png")

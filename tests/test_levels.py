@@ -149,7 +149,7 @@ def test_failures_and_guessing_count_and_seeds_add_no_texts() -> None:
 
 def at(means: list[float], guess: float = 0.1) -> list[dict[str, Any]]:
     def level(attack: str, mean: float) -> dict[str, Any]:
-        return {"attack": attack, "mean": mean, "low": mean - 0.05, "high": mean + 0.05}
+        return {"attack": attack, "mean": mean, "low": mean - 0.05, "high": mean + 0.05, "works": mean > guess}
 
     return [{"levels": [level("blind", guess), level("span", m)]} for m in means]
 
@@ -192,11 +192,27 @@ def test_how_an_attack_behaves_at_the_edges(levels: list[tuple[float, float, flo
     """Guessing scores .125 with an interval to .25: at an end of an interval nothing is above it."""
     names = ("mean", "low", "high")
     points = [
-        {"levels": [{"attack": a, **dict(zip(names, v))} for a, v in (("blind", (0.125, 0.0, 0.25)), ("span", level))]}
+        {"levels": [{"attack": a, **dict(zip(names, v)), "works": v[1] > 0.125}
+                    for a, v in (("blind", (0.125, 0.0, 0.25)), ("span", level))]}
         for level in levels
-    ]
+    ]  # fmt: skip
     found = yardstick("span", points)
     assert found == {**found, **expected} and found["well_behaved"] == (not expected["why"])
+
+
+def test_no_attack_is_reliable_that_the_verdict_saw_nothing_of() -> None:
+    """Four texts, each read better than by guessing: too few for an interval above it, so no verdict rests on the attack."""
+    settings = {"none": [0.85, 0.8, 0.85, 0.8], "gaussian:1": [GUESS] * 4}
+    base = column("span", "none", settings["none"])
+    points = [point(s, column("span", s, values), base, ["span"], METRIC, 0.5) for s, values in settings.items()]
+    assert "no attack of this run was shown to work" in points[0]["verdict"]["says"]
+    found = yardstick("span", points)
+    assert not found["well_behaved"] and found["why"] == "never above guessing"
+    many = {s: [*values] * 15 for s, values in settings.items()}
+    base = column("span", "none", many["none"])
+    assert yardstick("span", [point(s, column("span", s, v), base, ["span"], METRIC, 0.5) for s, v in many.items()])[
+        "well_behaved"
+    ]
 
 
 def test_a_search_goes_by_the_verdict() -> None:

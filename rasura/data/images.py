@@ -78,7 +78,8 @@ def _read(file: Path) -> ImageExample:
     image = _pillow()
     try:
         with image.open(file) as opened:
-            deep = opened.mode.startswith(("I", "F"))
+            # Pillow calls colours of 16 bits RGB, and cuts them to 8: only the raw mode in the file tells.
+            deep = opened.mode.startswith(("I", "F")) or any(";16" in str(tile[3]) for tile in opened.tile)
             clear = not deep and opened.convert("RGBA").getchannel("A").getextrema()[0] < 255
             pixels = np.asarray(opened.convert("RGB"), dtype=np.float32) / 255
     except Exception:  # the decoders of damaged files raise whatever comes

@@ -31,8 +31,9 @@ def mse(image: Tensor, read: Tensor) -> float:
 
 
 def psnr(image: Tensor, read: Tensor) -> float:
-    """Peak signal-to-noise ratio in dB, ``-10 log10(mse)``, at most 100."""
-    return min(MAX_PSNR, -10 * math.log10(max(mse(image, read), 1e-10)))
+    """Peak signal-to-noise ratio in dB, ``-10 log10(mse)``, at most 100; NaN where a pixel is."""
+    error = mse(image, read)
+    return math.nan if math.isnan(error) else min(MAX_PSNR, -10 * math.log10(max(error, 1e-10)))
 
 
 def _window(channels: int) -> Tensor:

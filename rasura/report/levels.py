@@ -28,9 +28,10 @@ def point(
         levels.append({"attack": "blind", **guess.__dict__, "failed": 0, "cells": len(cells_of(records, risk))})
     for name in attacks:
         tried = [r for r in records if r["attack"] == name]
-        level = reading(name, tried, cells_of(records, risk), risk).level
-        if level is not None:
-            levels.append({"attack": name, **level.__dict__, "failed": sum(map(gave_up, tried)), "cells": len(tried)})
+        read = reading(name, tried, cells_of(records, risk), risk)
+        if read.level is not None:
+            silent = {"failed": sum(map(gave_up, tried)), "cells": len(tried)}
+            levels.append({"attack": name, **read.level.__dict__, **silent, "works": read.yardstick})
     sent = [r for r in records if r["sent_bytes"]]
     found = verdict(setting, records, baseline, risk, images=images)
     count = len(without_a_figure(records, risk))
@@ -65,7 +66,7 @@ def bound(v: Verdict, at_most: float) -> dict[str, Any]:
 
 
 def yardstick(attack: str, points: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Whether ``attack`` measures the strength of a protection: its risk is above guessing somewhere, and falls with it.
+    """Whether ``attack`` measures the strength of a protection: it works somewhere, as verdicts ask, and its risk falls.
 
     ``spearman``: rank correlation of strength and mean risk, -1 where every step lowers it. ``violations``: stronger
     settings whose mean lies above the interval of the next weaker one. ``bottom``: the level of guessing is reached. What is
@@ -92,7 +93,7 @@ def yardstick(attack: str, points: Iterable[Mapping[str, Any]]) -> dict[str, Any
         told["spearman"] = float(spearmanr(range(len(means)), means).statistic)
     highs = [max(level["high"], blind["high"]) for level, blind in found]
     violations = sum(mean > high for high, mean in zip(highs, means[1:]))
-    above = any(level["low"] > blind["mean"] for level, blind in found)
+    above = any(level["works"] for level, _ in found)
     bottom = any(level["mean"] <= blind["high"] for level, blind in found)
     falls = means[-1] < found[0][0]["low"]
     why = (
