@@ -22,6 +22,7 @@ from rasura.cli.train import tabled
 from rasura.core.interfaces import InputError
 from rasura.metrics.learned import accuracy_interval, learned
 from rasura.metrics.utility import causal, classification
+from rasura.report.calibration import cost, doubt
 from rasura.report.learning import unlearned
 from rasura.report.training import LESS, NOT_LESS, UNKNOWN, UNMEASURED, render_training, sides, trainings, verdict
 from rasura.runs.calibration import Calibration
@@ -206,6 +207,39 @@ def test_a_calibration_states_no_cost_that_was_not_measured(
     part: dict[str, Any] = {"family": "gaussian", "setting": "gaussian:1"}
     search._utility([part])
     assert "not a number" in part["utility"]["reason"] and "cost" not in part["utility"]
+
+
+@pytest.mark.parametrize(("without", "behind", "metric", "says"), [
+    (0.9, 0.7, "accuracy", ""),
+    (0.9, 0.88, "accuracy", "Whether it costs any accuracy is not told from chance."),
+    (0.9, 0.7, "f1", "Whether it costs any f1 is not told from chance."),
+    (0.5, 0.5, "accuracy", "No training is told from chance: this compares nothing. Train on more texts, for longer, "
+     "or at another learning rate."),
+    (0.9, 0.5, "accuracy", "gaussian:1, seed 0: not told from chance (n = 400, accuracy 0.45 to 0.55; the most "
+     "frequent class alone gives 0.50)."),
+])  # fmt: skip
+def test_a_calibration_says_where_a_cost_is_not_told_from_chance(
+    monkeypatch: pytest.MonkeyPatch, without: float, behind: float, metric: str, says: str
+) -> None:
+    """A cost of nothing, where neither model learned anything, is none that a user may count on."""
+    more: dict[str, Any] = {"n_train": 9, "epochs": 3, "epochs_compared": 1, "before": {"accuracy": 0.5, "f1": 0.5}}
+    made = {
+        defense: result(value, n=400, **more, defense=defense, after={"accuracy": value, "f1": value})
+        for defense, value in (("none", without), ("gaussian:1", behind))
+    }
+
+    class Trained:
+        run = made.values
+
+    search = object.__new__(Calibration)
+    search.wanted = CalibrationPlan(Plan(data="notes.jsonl"), utility=metric)
+    search.families = [SimpleNamespace(text="gaussian", rest="none")]  # type: ignore[list-item]
+    monkeypatch.setattr(search, "_training", lambda defenses: Trained)
+    part: dict[str, Any] = {"family": "gaussian", "setting": "gaussian:1"}
+    search._utility([part])
+    assert doubt(part) == says and cost(part).endswith(says or "trained on)")
+    del part["utility"]["trained"]
+    assert "not told from chance" in doubt(part), "a result of an earlier version does not say"
 
 
 def test_an_epoch_whose_figures_are_no_numbers_is_refused(tmp_path: Path) -> None:

@@ -184,7 +184,7 @@ def run_calibration(wanted: Any, folder: Path, device: str, as_json: bool, langu
 
 
 def _print(result: dict[str, Any], path: Path) -> None:
-    from rasura.report.calibration import REACHED, cost, rows
+    from rasura.report.calibration import REACHED, cost, doubt, rows
     from rasura.report.training import chose
 
     if any(f["status"] in REACHED for f in result["families"]):
@@ -201,7 +201,7 @@ def _print(result: dict[str, Any], path: Path) -> None:
     for row, part in zip(rows(result), result["families"]):
         if part["status"] not in REACHED:
             out.print(row["says"], markup=False, highlight=False)
-        for line in (*row["yardsticks"], row["promise"] if part["status"] in REACHED else ""):
+        for line in (*row["yardsticks"], row["promise"] if part["status"] in REACHED else "", doubt(part)):
             out.print(f"{row['family']}: {line}" if line else "", markup=False, highlight=False)
     told = [f["utility"] for f in result["families"] if "cost" in (f.get("utility") or {})]
     for line in filter(None, (*result["checks"], chose(told))):

@@ -14,7 +14,7 @@ from rasura.report.head import Made, duration, machine, origin, settings
 from rasura.report.language import number, recorded, size, tell
 from rasura.report.matrix import risk_name
 from rasura.report.template import COLOURS, filled
-from rasura.report.training import cheapest, chose
+from rasura.report.training import cheapest, chose, unproven
 
 REACHED = ("found", "no need")
 """Outcomes of a protection whose setting meets the target."""
@@ -117,7 +117,14 @@ def cost(part: Mapping[str, Any], *, short: bool = False) -> str:
         "trained on)", metric=recorded(found["metric"]),
         **{k: found[k] for k in ("behind", "without", "reference", "untrained", "n", "n_train")},
     )  # fmt: skip
-    return f"{says}. {chosen}" if (chosen := chose([found])) else says
+    more = " ".join(filter(None, (chose([found]), doubt(part))))
+    return f"{says}. {more}" if more else says
+
+
+def doubt(part: Mapping[str, Any]) -> str:
+    """What speaks against the cost that is stated; empty where nothing does, or none is."""
+    found = part.get("utility") or {}
+    return unproven(found.get("trained", ()), found["metric"]) if "cost" in found else ""
 
 
 def promise(part: Mapping[str, Any]) -> str:

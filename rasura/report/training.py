@@ -23,6 +23,9 @@ from rasura.report.verdicts import plain
 LESS, NOT_LESS, CHANCE, UNKNOWN = "less accurate", "not told from none", "not told from chance", "not judged"
 UNMEASURED = "not measured"
 
+JUDGED = ("defense", "seed", "n_test", "tested_on", "epochs_compared", "majority", "before", "after")
+"""What of a training's result ``unproven`` goes by."""
+
 
 @dataclass(frozen=True)
 class Side:
@@ -123,6 +126,19 @@ def cheapest(utilities: Mapping[str, Mapping[str, Any]]) -> str:
         "Of these, {setting} costs least {metric} in one training each; whether it does is not told from chance.",
         setting=best, metric=recorded(metric),
     )  # fmt: skip
+
+
+def unproven(trained: Sequence[Mapping[str, Any]], metric: str) -> str:
+    """What speaks against a cost in ``metric`` by two trainings, without and under a protection; empty where nothing does.
+    Where a model did not learn, they compare little; and they only differ if the intervals of the accuracy are apart."""
+    said = [line if line.endswith(".") else f"{line}." for line in unlearned(trained)]
+    if (trained and _nothing(trained)) or len(trained) == 1:  # one: the protection is none
+        return " ".join(said)
+    ends = [accuracy_interval(r) for r in trained] if metric == "accuracy" else []
+    known = sorted(e for e in ends if e is not None)
+    if len(known) < 2 or known[0][1] >= known[1][0]:
+        said.append(tell("Whether it costs any {metric} is not told from chance.", metric=recorded(metric)))
+    return " ".join(said)
 
 
 def chose(results: Sequence[Mapping[str, Any]]) -> str:

@@ -28,6 +28,7 @@ from rasura.report.calibration import recommendation
 from rasura.report.cut import OF_WHAT_IS_LEFT, cut_off
 from rasura.report.levels import point, yardstick
 from rasura.report.search import UNPROTECTED, Measured, holds, least, not_found, why_not
+from rasura.report.training import JUDGED
 from rasura.report.verdicts import READS, plain, texts_needed, unmeasured
 from rasura.runs.audit import Audit
 from rasura.runs.audit_data import AuditData, different, load_data, without
@@ -247,6 +248,7 @@ class Calibration:
                 "n_train": last["n_train"], "epochs": last["epochs"], "tested_on": last["tested_on"],
                 "epochs_compared": last["epochs_compared"],
                 "untrained": last["before"][name],
+                "trained": [{k: r[k] for k in JUDGED if k in r} for r in results.values()],
             }  # fmt: skip
 
     def too_few(self) -> list[str]:
