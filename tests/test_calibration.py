@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from audit_setting import model_folder
+from commands import refused
 from rows import sentences
 from typer.testing import CliRunner
 
@@ -210,6 +211,10 @@ def test_least_cost_is_only_said_where_chance_does_not_explain_it() -> None:
     assert cheapest({"a": priced(0.9), "c": priced(0.9), "b": priced(0.7)}) == unclear
     loss = {"metric": "loss", "behind": 2.0, "n": 400, "tested_on": "test"}
     assert "not told from chance" in cheapest({"a": {**loss, "cost": 0.1}, "b": {**loss, "cost": 0.9}})
+
+
+def test_no_texts_are_not_the_usual_number_of_them(tmp_path: Path) -> None:
+    assert "limit is 0; expected at least 1" in refused("calibrate", "--limit", 0, "--out", tmp_path)
 
 
 @pytest.mark.slow

@@ -111,9 +111,9 @@ def calibrate(
     kind = task_named(task, model, num_labels)
     plan = Plan(
         model or Plan.model, kind, file, _one_source(file, text), reference, language_model, _attacks(attack, defense, kind),
-        split(defense) or (), (update,), (threat,), (batch_size,), limit=limit or (len(text) if text else 8), seeds=seeds,
-        seed=seed, budget=budget, truncate=truncate, num_labels=num_labels, max_memory=max_memory, entries=entries,
-        max_length=max_length, text_column=text_column, pair_column=pair_column, label_column=label_column,
+        split(defense) or (), (update,), (threat,), (batch_size,), seeds=seeds, seed=seed, max_memory=max_memory,
+        limit=(len(text or ()) or 8) if limit is None else limit, truncate=truncate, max_length=max_length, entries=entries,
+        num_labels=num_labels, budget=budget, text_column=text_column, pair_column=pair_column, label_column=label_column,
     )  # fmt: skip
     recipe = Recipe(epochs, train_batch_size, learning_rate, patience=epochs, seed=seed)
     wanted = CalibrationPlan(plan, risk or _usual_risk(kind), at_most, steps, utility, train, test, train_limit, recipe)
