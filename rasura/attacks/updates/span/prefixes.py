@@ -90,6 +90,7 @@ class Grower:
         self.vocabulary = seen.vocabulary
         self.standing = row_norms(seen)
         self.predicted = predicted(seen, inputs) if scan is None else None
+        self.starts = len(ids)
         self._bag: dict[int, Tensor] = {}
 
     @property
@@ -107,13 +108,13 @@ class Grower:
         return self._bag[key]
 
     def proposed(self, head: tuple[int, ...]) -> Tensor:
-        """The ``allowed`` ids that are likely behind ``head``: those that a layer predicts; of first tokens, common ones,
-        which have low ids. All of them where no layer predicts."""
+        """The ``allowed`` ids that are likely behind ``head``: those that a layer predicts; of first tokens, as many as
+        ``starts`` says. All of them where no layer predicts."""
         allowed = self.allowed(len(head))
         if self.predicted is None or len(head) < len(self.vocabulary.prefix):
             return allowed
         if not head:
-            return allowed[: max(COMMON, len(allowed) // 8)]
+            return allowed[: self.starts]
         likely = self.predicted(torch.tensor(head))
         return likely[torch.isin(likely, allowed)]
 
@@ -185,10 +186,13 @@ def grow(
     would take hours and name nothing.
     """
     grower = Grower(seen, spaces, inputs, ids, scan)
-    chosen, explained = _texts(grower, longest, batch_size)
-    if grower.predicted is not None and explained < grower.space.rank:
-        grower.predicted = None
-        chosen, _ = _texts(grower, longest, batch_size)
+    tells, few, chosen = grower.predicted, max(COMMON, len(ids) // 8), list[Prefix]()
+    for grower.predicted, grower.starts in (
+        [(tells, few), (tells, len(ids)), (None, len(ids))] if tells else [(None, len(ids))]
+    ):
+        chosen, explained = _texts(grower, longest, batch_size)
+        if explained >= grower.space.rank:
+            break
     return chosen if lengths is None else _with_beginnings(chosen, lengths)
 
 
