@@ -101,12 +101,17 @@ def test_labels_have_figures_of_their_own_with_guessing_beside_them() -> None:
     ]  # fmt: skip
     none, other = summarise(rows)["labels"]
     same = {"attack": "labels", "guess": 0.5, "threat": "honest-server", "batch_size": 2}
-    assert none == {**same, "column": "none", "whole": 2, "updates": 3, "right": 5 / 6}
-    assert other == {**same, "column": "bf16", "whole": 0, "updates": 2, "right": 0.0}
+    assert none == {**same, "column": "none", "whole": 2, "updates": 3, "silent": 0, "right": 5 / 6}
+    assert other == {**same, "column": "bf16", "whole": 0, "updates": 2, "silent": 2, "right": None}, (
+        "it gave up, which is no share"
+    )
     assert findings(rows).sentence[-2:] == (
         "Labels with no protection: labels named every label of 2 of 3 updates, 83 % of the labels. Naming the most "
         "frequent class every time: 50 %.",
         "Most labels were named under honest-server at batch size 2.",
     )
+    some = [*rows[:3], record("labels", note=6, status="failed", examples=[6, 7], batch_size=2), *READ]
+    said = findings(some).sentence[-3:-1]
+    assert "every label of 2 of 4 updates, 62 % of" in said[0] and said[1] == "On 1 of them, it named none."
     assert summarise(READ)["labels"] == [] and "Labels" not in " ".join(findings(READ).sentence)
     assert "labels: names labels and no text" in str(summary(findings(rows)).renderables[3].caption)  # type: ignore[union-attr]

@@ -155,10 +155,10 @@ def test_labels_are_of_the_setting_where_most_were_named() -> None:
     rows = [*labelled(1, 1.0, 0.5), *labelled(2, 0.5, 0.25), *behind]
     told, other = summarise(rows)["labels"]
     assert told == {
-        "attack": "labels", "column": "none", "whole": 4, "updates": 4, "right": 1.0, "guess": 0.5,
-        "threat": "honest-server", "batch_size": 1,
+        "attack": "labels", "column": "none", "whole": 4, "updates": 4, "silent": 0, "right": 1.0,
+        "guess": 0.5, "threat": "honest-server", "batch_size": 1,
     }  # fmt: skip
-    assert (other["right"], other["guess"], other["batch_size"], other["updates"]) == (0.0, 0.5, 1, 4)
+    assert (other["right"], other["guess"], other["batch_size"], other["updates"]) == (None, 0.5, 1, 4)
     assert findings(rows).sentence[-2:] == (
         "Labels with no protection: labels named every label of 4 of 4 updates, 100 % of the labels. Naming the most "
         "frequent class every time: 50 %.",
@@ -170,7 +170,7 @@ def test_labels_are_of_the_setting_where_most_were_named() -> None:
 def test_a_guess_at_labels_that_was_not_scored_is_unknown() -> None:
     rows = [*labelled(1, 1.0, 0.5), *labelled(4, 0.0, None, defense="bf16", status="failed", scores={})]
     none, other = findings(rows).labels
-    assert (none.column, none.guess) == ("none", 0.5) and (other.column, other.right, other.guess) == ("bf16", 0.0, None)
+    assert (none.column, none.guess) == ("none", 0.5) and (other.column, other.right, other.guess) == ("bf16", None, None)
     said = findings([r | {"defense": "bf16" if r["defense"] == "none" else "none"} for r in rows]).sentence
     assert said[-2].startswith("Labels behind bf16: labels named every label of 4 of 4"), "where guessing is known"
 
