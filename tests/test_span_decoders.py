@@ -24,7 +24,7 @@ from rasura.core.threat import HONEST_SERVER, observe
 from rasura.core.values import UNKNOWN, Message, Observation, Reconstruction, Vocabulary
 from rasura.data.text import Example, encode
 from rasura.registry import parse_defense
-from rasura.testing.tiny import DECODERS, PAD, VOCABULARY, batch_of, tiny
+from rasura.testing.tiny import CLS, DECODERS, PAD, VOCABULARY, batch_of, tiny
 from rasura.victims.adapters import with_fresh_adapter
 from rasura.victims.loading import load
 from rasura.victims.models import parts
@@ -249,6 +249,27 @@ def test_a_last_token_that_is_not_clear_is_left_open() -> None:
     mixed = {n: (g + other[n]) / 2 if "layers.2." in n else g for n, g in seen.gradients.items()}
     guess = Span()(replace(seen, message=replace(seen.message, gradients=mixed)), rng=generator(0), budget=Budget())
     assert guess.confidence != "verified" and guess.tokens == ((*text[:-1], UNKNOWN),)
+
+
+@pytest.mark.slow
+def test_texts_padded_on_the_left_are_not_given_up_for_words_like_the_padding() -> None:
+    """The last place of the padding predicts the first word, so nothing of the rest explains it. The words that were never
+    trained resemble each other: by leverage all of them stood out, and this longer bag took the place of the right texts."""
+    model = tiny("llama", "causal", hidden=32)
+    table = model.get_parameter(parts(model).word_embedding)
+    with torch.no_grad():
+        noise = torch.randn(30, table.shape[1], generator=generator(3)) / table.shape[1] ** 0.5
+        table[101:131] = table[100] + 0.15 * table[100].norm() * noise
+    batch = batch_of([[CLS, 20, 21, 25, 22, 26, 27], [CLS, 23, 24, 28]], "causal")
+
+    def left(tensor: torch.Tensor, fill: int) -> torch.Tensor:
+        return torch.stack([tensor[0], torch.cat([tensor.new_full((3,), fill), tensor[1, :4]])])
+
+    ids, labels = left(batch.input_ids, 100), left(batch.labels, -100)
+    batch = replace(batch, input_ids=ids, attention_mask=left(batch.attention_mask, 0), labels=labels)
+    truth = step(model, batch, (), task="causal", vocabulary=VOCABULARY, rng=generator(0, "step"))
+    guess = Span()(observe(truth, HONEST_SERVER), rng=generator(0), budget=Budget("quick"))
+    assert guess.ordered and [text[:4] for text in guess.tokens] == [(CLS, 20, 21, 25), (CLS, 23, 24, 28)]
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from torch import Tensor
 from rasura.attacks.shared.twins import one_of_twins, row_norms
 from rasura.attacks.shared.verify import in_span
 from rasura.attacks.updates.span.inputs import Inputs
-from rasura.attacks.updates.span.rows import CHUNK, scaled, visible_gradients
+from rasura.attacks.updates.span.rows import CHUNK, FULL, scaled, visible_gradients
 from rasura.attacks.updates.span.tokens import EMPTY, candidates
 from rasura.core.interfaces import AttackFailed
 from rasura.core.values import Grant, Observation, Reconstruction
@@ -58,8 +58,9 @@ def or_by_leverage(read: Callable[[], Reconstruction], seen: Observation) -> Rec
 
 @torch.no_grad()
 def words_by_leverage(seen: Observation) -> tuple[int, ...]:
-    """The words that stand out by the gradients of block 0 that are visible whole; none where these have too few rows, or
-    fewer than ``LEAST`` words stand out."""
+    """The words that stand out by the gradients of block 0 that are visible whole; none where these have too few rows,
+    fewer than ``LEAST`` words stand out, or more than a row space with room to spare can hold: each word takes a direction,
+    so some only resemble the batch's."""
     known = parts(seen.model)
     matrices = scaled(visible_gradients(seen, known.blocks[0].qkv))
     stacked = torch.cat(matrices) if matrices else torch.zeros(0, known.hidden)
@@ -79,7 +80,9 @@ def words_by_leverage(seen: Observation) -> tuple[int, ...]:
         empty = 0 if words else empty + 1
         if empty > EMPTY:
             break
-    return tuple(sorted(found)) if len(found) >= LEAST else ()
+    filled = int((values > WEAKEST * values[0]).sum())
+    most = filled if filled < FULL * known.hidden else len(ids)
+    return tuple(sorted(found)) if LEAST <= len(found) <= most else ()
 
 
 def _standing_out(inputs: Inputs, ids: Tensor, place: int, whiten: Tensor, norms: Tensor | None) -> list[int]:
