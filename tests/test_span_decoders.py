@@ -14,6 +14,7 @@ from torch import nn
 from rasura.attacks.updates.span import Span, endings, prefixes
 from rasura.attacks.updates.span import predicted as predictions
 from rasura.attacks.updates.span.attack import dager
+from rasura.attacks.updates.span.chains import chained
 from rasura.attacks.updates.span.inputs import Inputs
 from rasura.attacks.updates.span.predicted import predicted
 from rasura.core.batches import Batch
@@ -23,7 +24,7 @@ from rasura.core.rng import generator
 from rasura.core.threat import HONEST_SERVER, observe
 from rasura.core.values import UNKNOWN, Message, Observation, Reconstruction, Vocabulary
 from rasura.data.text import Example, encode
-from rasura.registry import parse_defense
+from rasura.registry import parse_defense, parse_update
 from rasura.testing.tiny import CLS, DECODERS, PAD, VOCABULARY, batch_of, tiny
 from rasura.victims.adapters import with_fresh_adapter
 from rasura.victims.loading import load
@@ -150,7 +151,7 @@ def test_the_last_block_alone_tells_the_next_word_of_the_whole_vocabulary(family
 def test_words_that_no_layer_proposes_are_tried_after_all(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One of the texts begins with a rare word, and nobody expects what comes next."""
     monkeypatch.setattr(prefixes, "COMMON", 1)
-    for name in ("NEAREST", "LIKELIEST"):
+    for name in ("NEAREST", "LIKELIEST", "UNCLEAR"):
         monkeypatch.setattr(predictions, name, 1)
     model, rows = tiny(family, "causal", hidden=96, blocks=3), [[277, 40, 3, 41, 9, 60, 61], [5, 50, 51, 4, 52]]
     seen = seen_of(model, batch_of(rows, "causal"), "causal")
@@ -172,6 +173,33 @@ def test_other_layers_stand_in_for_hidden_attention(family: str, keep: str, bloc
     assert str(guess.details["blocks"])[0] == str(block)
     with pytest.raises(NotApplicable):
         dager()(seen, rng=generator(0), budget=Budget())
+
+
+def test_texts_grow_from_what_is_predicted_alone() -> None:
+    """Without any row space. A run of the first token ends nowhere, and is left out."""
+    rows = [[40, 3, 41, 9, 60, 61], [5, 3, 41, 62, 4], [70, 9, 5, 277]]
+    seen = seen_of(tiny("llama", "causal", hidden=96, words=500), batch_of(rows, "causal"), "causal")
+    tells = predicted(seen, Inputs(seen.model))
+    assert tells is not None
+    *_, found = chained(tells, [3, 40, 5, 70, 41, 9], 3)
+    assert sorted(found) == sorted(map(tuple, rows))
+    twice = [[40, 40, 40, 41, 9, 7]]
+    seen = seen_of(tiny("llama", "causal", hidden=96, words=500), batch_of(twice, "causal"), "causal")
+    tells = predicted(seen, Inputs(seen.model))
+    assert tells is not None and all(tuple(twice[0]) != text for texts in chained(tells, [40, 41], 1) for text in texts)
+
+
+@pytest.mark.slow
+def test_a_long_text_of_a_pretrained_decoder_comes_back_through_bfloat16(pretrained: Path) -> None:
+    """Its row spaces are blurred: block 0 names the words alone."""
+    text = "allows us to hope that nolan is poised to embark a major career as a commercial yet inventive filmmaker ."
+    victim = load(pretrained / "smollm2", "causal")
+    batch = encode([Example(text, None, 0)], victim.tokenizer, "causal", max_length=64, num_labels=2)
+    local, wire = parse_update("fedsgd+bf16")
+    protections, rng = (*parse_defense("frozen-embeddings"), *wire), generator(0, "step")
+    truth = step(victim.model, batch, protections, task="causal", vocabulary=victim.vocabulary, rng=rng, local=local)
+    guess = Span()(observe(truth, HONEST_SERVER), rng=generator(0, "attack"), budget=Budget())
+    assert guess.tokens == (tuple(batch.ids(0)),) and guess.details["chained"]
 
 
 @pytest.mark.parametrize("keep", ["k_proj", "v_proj"])

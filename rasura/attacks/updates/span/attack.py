@@ -14,6 +14,7 @@ from rasura.attacks.shared.twins import row_norms
 from rasura.attacks.shared.verify import in_span, prove, verified
 from rasura.attacks.updates.span.assembling import MAX_COPIES, Sentences, arranged, assembled, completed
 from rasura.attacks.updates.span.attended import Attended, attended
+from rasura.attacks.updates.span.chains import or_chained
 from rasura.attacks.updates.span.completion import few_hidden, uncovered
 from rasura.attacks.updates.span.endings import finish
 from rasura.attacks.updates.span.inputs import Inputs
@@ -53,7 +54,7 @@ class Span:
     def __call__(self, seen: Observation, *, rng: torch.Generator, budget: Budget) -> Reconstruction:
         if not self.adaptive:
             return self._read(_as_sent(seen), rng, budget)
-        guess = or_by_leverage(lambda: self._read(seen, rng, budget), seen)
+        guess = or_chained(or_by_leverage(lambda: self._read(seen, rng, budget), seen), seen)
         if guess.confidence == "verified" or not few_hidden(seen) or not parts(seen.model).causal:
             return guess
         # Completing hidden entries of a nearly full row space may lose a dimension. As sent, they may be proven.
@@ -65,8 +66,7 @@ class Span:
         return guess
 
     def _read(self, seen: Observation, rng: torch.Generator, budget: Budget) -> Reconstruction:
-        known = parts(seen.model)
-        # The first visible block names tokens; one or two deeper ones tell texts apart.
+        known = parts(seen.model)  # the first visible block names tokens; one or two deeper ones tell texts apart
         wanted = 1 if Grant.BATCH_SIZE in seen and seen.batch_size == 1 and not known.causal else 3
         observed, seen = seen, uncovered(seen, wanted)
         dropout = announced_dropout(seen) if self.adaptive else 0.0

@@ -26,6 +26,13 @@ NEAREST, LIKELIEST = 32, 32
 """Tokens that are proposed: those whose ``delta`` lies nearest to the column space, and those that the model expects. One
 that it is sure of has next to no ``delta``."""
 
+UNCLEAR = 1024
+"""Tokens that the model expects where none clearly follows: the ``delta`` of texts that share the prefix add up to one."""
+
+CLEAR, INSIDE, SIDE_BY_SIDE = 4.0, 0.1, 8
+"""How many times farther outside the column space the next best token lies than those that clearly follow; the farthest
+outside that one of these lies; and the most of them."""
+
 
 @dataclass(frozen=True)
 class Ran:
@@ -77,7 +84,7 @@ class Predicted:
         """The ids that are likely behind ``tokens`` ``(length,)``, each once."""
         logits, outside = self.outside(tokens)
         nearest = outside.topk(min(NEAREST, len(outside)), largest=False).indices
-        likeliest = logits.topk(min(LIKELIEST, len(logits))).indices
+        likeliest = logits.topk(min(LIKELIEST if self.clear(outside) else UNCLEAR, len(logits))).indices
         return torch.tensor(sorted({*nearest.tolist(), *likeliest.tolist()}))
 
     def outside(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -87,6 +94,14 @@ class Predicted:
         along = found.sides(self.directions)
         outside, inside = along[:, :DIRECTIONS].norm(dim=1), along[:, DIRECTIONS:].norm(dim=1)
         return found.logits.detach(), outside / inside.clamp_min(1e-30)
+
+    @staticmethod
+    def clear(outside: Tensor) -> list[int]:
+        """The ids that clearly follow, by what ``outside`` gives; none where no gap sets some apart."""
+        values, order = outside.topk(min(SIDE_BY_SIDE + 1, len(outside)), largest=False)
+        times = values[1:] / values[:-1].clamp_min(1e-30)
+        last = int(times.argmax())
+        return order[: last + 1].tolist() if float(times[last]) >= CLEAR and float(values[last]) < INSIDE else []
 
 
 def predicted(seen: Observation, inputs: Inputs) -> Predicted | None:
