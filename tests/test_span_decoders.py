@@ -190,6 +190,22 @@ def test_texts_grow_from_what_is_predicted_alone() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("name", "protection"), [
+    ("smollm2", "frozen-embeddings+frozen-blocks:29"), ("smollm2", "frozen-embeddings+sealing:attn"),
+    ("gemma3", "frozen-embeddings+frozen-blocks:17"),
+])  # fmt: skip
+def test_a_pretrained_decoder_is_read_by_its_last_block_and_without_attention(
+    name: str, protection: str, pretrained: Path
+) -> None:
+    victim = load(pretrained / name, "causal")
+    batch = encode([Example("The film is slow .", None, 0)], victim.tokenizer, "causal", max_length=64, num_labels=2)
+    defense = parse_defense(protection)
+    truth = step(victim.model, batch, defense, task="causal", vocabulary=victim.vocabulary, rng=generator(0, "step"))
+    guess = Span()(observe(truth, HONEST_SERVER), rng=generator(0, "attack"), budget=Budget())
+    assert guess.tokens == (tuple(batch.ids(0)),) and guess.confidence == "verified"
+
+
+@pytest.mark.slow
 def test_a_long_text_of_a_pretrained_decoder_comes_back_through_bfloat16(pretrained: Path) -> None:
     """Its row spaces are blurred: block 0 names the words alone."""
     text = "allows us to hope that nolan is poised to embark a major career as a commercial yet inventive filmmaker ."

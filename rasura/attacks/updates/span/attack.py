@@ -37,7 +37,7 @@ class Span:
 
     Encoders: tokens with their positions from block 0, fitted by message passing where dropout zeroes coordinates; several
     texts are told apart by a layer that has seen the context, or, under dropout, by the query and key gradients. Decoders:
-    prefixes grown from whichever block is visible. Needs fewer tokens in the batch than the layer has inputs.
+    prefixes grown from whichever layer is visible (``predicted``). Needs fewer tokens in the batch than it has inputs.
     """
 
     name: str = "span"
