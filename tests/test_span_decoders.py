@@ -11,6 +11,7 @@ import torch
 from span_setting import seen_by_server
 from torch import nn
 
+from rasura.attacks.updates import best
 from rasura.attacks.updates.span import Span, endings, prefixes
 from rasura.attacks.updates.span import predicted as predictions
 from rasura.attacks.updates.span.attack import dager
@@ -203,6 +204,16 @@ def test_a_pretrained_decoder_is_read_by_its_last_block_and_without_attention(
     truth = step(victim.model, batch, defense, task="causal", vocabulary=victim.vocabulary, rng=generator(0, "step"))
     guess = Span()(observe(truth, HONEST_SERVER), rng=generator(0, "attack"), budget=Budget())
     assert guess.tokens == (tuple(batch.ids(0)),) and guess.confidence == "verified"
+
+
+@pytest.mark.parametrize(("last", "settled"), [(277, True), (60, False)])
+def test_best_ends_with_a_text_that_differs_from_the_update_by_rounding_alone(last: int, settled: bool) -> None:
+    text = [40, 3, 41, 9, 60, 61, 70, 277]
+    seen = seen_of(tiny("llama", "causal", hidden=96, words=500), batch_of([text], "causal"), "causal")
+    rounded = Message({n: g.bfloat16().float() for n, g in seen.gradients.items()})
+    guess = Reconstruction(((*text[:-1], last),), "matched", ordered=True)
+    assert best._settled(guess, replace(seen, message=rounded)) == settled
+    assert not best._settled(replace(guess, ordered=False), replace(seen, message=rounded))
 
 
 @pytest.mark.slow

@@ -26,6 +26,10 @@ from rasura.core.values import UNKNOWN, Grant, Observation, Parameter, Reconstru
 
 _CERTAINTY = {"verified": 3, "span": 2, "matched": 1, "none": 0}
 
+ROUNDED = 5e-3
+"""Relative error up to which nothing but rounding to 16 bits tells an ordered text of a causal model from the update: exact
+texts of SmolLM2-135M leave .0016 to .0018 at bfloat16, and one wrong token 1e-2 and more. No attack finds a nearer one."""
+
 EXPLAINS_NOTHING = 0.9
 """Relative error above which an ordered text of a causal model is no better than a bag (measured on batches of more tokens
 than stories260K has dimensions: .94 to 1, with 2 to 9 words named where the bag names 22 to 31 right ones)."""
@@ -46,14 +50,17 @@ def _rank(guess: Reconstruction, seen: Observation) -> tuple[bool, int, int, boo
 
 
 def _settled(guess: Reconstruction, seen: Observation) -> bool:
-    """Whether nothing stronger can be expected: verified, or every place of every text named by a span."""
+    """Whether nothing stronger can be expected: verified, every place of every text named by a span, or a text of a causal
+    model from which the update differs by rounding."""
     if guess.confidence == "verified":
         return True
     lengths = sorted(seen.lengths) == sorted(map(len, guess.tokens)) if Grant.LENGTHS in seen else True
     worded = all(any(t not in seen.vocabulary.special_ids for t in text) for text in guess.tokens)
     holes = sum(t == UNKNOWN for text in guess.tokens for t in text)
     whole = bool(guess.tokens) and worded and holes == guess.details.get("twins", 0)  # no attack tells twins apart
-    return guess.confidence == "span" and guess.ordered and whole and lengths
+    if not (guess.ordered and whole and lengths):
+        return False
+    return guess.confidence == "span" or (seen.task == "causal" and check(seen, guess.tokens)[0] <= ROUNDED)
 
 
 def matching(seen: Observation) -> Callable[[], GradientMatching]:
