@@ -229,6 +229,13 @@ def test_a_long_text_of_a_pretrained_decoder_comes_back_through_bfloat16(pretrai
     assert guess.tokens == (tuple(batch.ids(0)),) and guess.details["chained"]
 
 
+@pytest.mark.parametrize("keep", ["embed_tokens", "norm", "lm_head"])
+def test_what_no_layer_of_a_block_shows_is_not_applicable(keep: str) -> None:
+    seen = seen_by_server(tiny("llama", "causal", hidden=48), batch_of([[1, 40, 3, 41, 9]], "causal"), "causal", keep=keep)
+    with pytest.raises(NotApplicable, match="no whole query, key or value gradient is visible"):
+        Span()(seen, rng=generator(0), budget=Budget())
+
+
 @pytest.mark.parametrize("keep", ["k_proj", "v_proj"])
 def test_layers_that_other_positions_see_predict_nothing(keep: str) -> None:
     seen = seen_by_server(tiny("llama", "causal", hidden=48), batch_of([[1, 40, 3, 41, 9]], "causal"), "causal", keep=keep)

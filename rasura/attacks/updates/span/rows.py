@@ -177,13 +177,16 @@ def stand_ins(seen: Observation) -> tuple[Block, ...]:
     """
     known = parts(seen.model)
     matrices = {lin: g for lin in known.linears for g in visible_gradients(seen, [lin]) if bool(g.any())}
+    inside = {b: [lin for lin in matrices if lin.module.startswith(f"{b.module}.")] for b in known.blocks}
+    if not any(inside.values()):
+        return ()
     ids = torch.tensor([[5, 6, 7]])
-    with recorded_inputs(seen.model, [lin.module for lin in matrices], stop=False) as inputs:
+    with recorded_inputs(seen.model, [lin.module for some in inside.values() for lin in some], stop=False) as inputs:
         seen.model(input_ids=ids, attention_mask=torch.ones_like(ids))
     found = []
-    for block in known.blocks:
+    for block, some in inside.items():
         groups: list[list[Linear]] = []
-        for lin in (lin for lin in matrices if lin.module.startswith(f"{block.module}.")):
+        for lin in some:
             x = inputs.get(lin.module)
             if x is not None and x.shape[:-1] == ids.shape:  # an expert reads some of the tokens
                 same = next((group for group in groups if torch.equal(inputs[group[0].module], x)), None)
