@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rasura.core.records import Record
 from rasura.core.run_store import RunStore
-from rasura.report.scores import notes_of
-from rasura.studies.metric_values import ENOUGH, level_of, values_of
+from rasura.studies.metric_values import ENOUGH, level_of, seeds_by_text, values_of
 
 if TYPE_CHECKING:
     from rasura.runs.audit import Audit
@@ -47,10 +46,7 @@ def urgency(records: Sequence[Mapping[str, Any]], metric: str) -> tuple[int, flo
 
 def _lacking(records: Sequence[Mapping[str, Any]]) -> int:
     """How many cells a row lacks, until each of its texts, 16 at least, was attacked with three seeds."""
-    tried: dict[int, set[int]] = {}
-    for r in records:
-        for note in notes_of(r):
-            tried.setdefault(note, set()).add(r["seed"])
+    tried = seeds_by_text(records)
     missing = sum(max(0, SEEDS - len(seeds)) for seeds in tried.values()) + SEEDS * max(0, TEXTS - len(tried))
     return -(-missing // int(records[0]["batch_size"]))
 

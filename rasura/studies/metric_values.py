@@ -79,11 +79,17 @@ def values_of(records: Iterable[Mapping[str, Any]], metric: str, side: str) -> l
 
 def seeds_of(records: Iterable[Mapping[str, Any]]) -> int:
     """With how many seeds each text has a value: of a row that is not finished, those of the text with the fewest."""
+    tried = seeds_by_text(r for r in records if r["status"] in ("ok", "failed"))
+    return min(map(len, tried.values()), default=0)
+
+
+def seeds_by_text(records: Iterable[Mapping[str, Any]]) -> dict[int, set[int]]:
+    """The seeds with which each text was attacked, by its number."""
     tried: dict[int, set[int]] = {}
-    for r in (r for r in records if r["status"] in ("ok", "failed")):
+    for r in records:
         for note in notes_of(r):
             tried.setdefault(note, set()).add(r["seed"])
-    return min(map(len, tried.values()), default=0)
+    return tried
 
 
 def level_of(values: Sequence[float], metric: str) -> tuple[float, float, float]:

@@ -23,8 +23,8 @@ STARTS, RUNS = 64, 512
 """Most first tokens, and most prefixes that are tried."""
 
 EXPLAINED = 0.1
-"""Texts are taken whose update differs from the observed one by at most this share of its size. One wrong token in a text of
-twenty leaves more; bfloat16 leaves .004."""
+"""Texts are taken whose update differs from the observed one by at most this share of its size. Exact ones leave .0016 to
+.0018 at bfloat16 (SmolLM2-135M)."""
 
 
 def or_chained(guess: Reconstruction, seen: Observation) -> Reconstruction:

@@ -186,13 +186,15 @@ def grow(
     would take hours and name nothing.
     """
     grower = Grower(seen, spaces, inputs, ids, scan)
-    tells, few, chosen = grower.predicted, max(COMMON, len(ids) // 8), list[Prefix]()
-    for grower.predicted, grower.starts in (
-        [(tells, few), (tells, len(ids)), (None, len(ids))] if tells else [(None, len(ids))]
-    ):
+    if grower.predicted is not None:
+        grower.starts = max(COMMON, len(ids) // 8)
+    chosen, explained = _texts(grower, longest, batch_size)
+    while explained < grower.space.rank and grower.predicted is not None:
+        if grower.starts < len(ids):
+            grower.starts = len(ids)
+        else:
+            grower.predicted = None
         chosen, explained = _texts(grower, longest, batch_size)
-        if explained >= grower.space.rank:
-            break
     return chosen if lengths is None else _with_beginnings(chosen, lengths)
 
 
