@@ -332,11 +332,33 @@ def test_a_model_that_begins_with_the_examples_has_no_figure(tmp_path: Path, nam
     assert found.outcome == "not known" and all(one.bounds == () for one in found.findings)
 
 
+SGD = "optimizer = torch.optim.SGD(model.parameters(), lr={})"
+STEERED = {
+    "a rate from the examples": (SGD.format("train_set.x.std().item()"), "", ""),
+    "a rate by a name": ("scale = train_set.x.abs().max()\nrate = 0.1 / scale\n" + SGD.format("float(rate)"), "", ""),
+    "a rate by a function": (SGD.format("pick(train_set)"), "", "def pick(data):\n    return data.x.std().item()\n"),
+    "a rate by a function of another file": (SGD.format("pick(train_set)"), "", "from mine import pick"),
+    "a rate that is set": (SGD.format(0.1), "optimizer.param_groups[0]['lr'] = float(train_set.x.std())\n", ""),
+    "a schedule": (
+        SGD.format(0.1), "rates = torch.optim.lr_scheduler.StepLR(optimizer, int(train_set.x.max()))\n", ""
+    ),
+    "a schedule with a name": (
+        SGD.format(0.1), "turn = int(train_set.x.max())\nrates = torch.optim.lr_scheduler.StepLR(optimizer, turn)\n", ""
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STEERED)
+def test_a_rate_that_the_examples_decide_has_no_figure(tmp_path: Path, name: str) -> None:
+    before, after, defs = STEERED[name]
+    found = read(tmp_path, program(after + loop(), defs, before))
+    assert found.outcome == "not known" and all(one.bounds == () for one in found.findings)
+
+
 @pytest.mark.parametrize(
     "line",
     ["model = nn.Linear(10, len(train_set.classes))", "model = nn.Linear(train_set.shape[1], 2)",
      "model.steps = len(train_set)", "model.bias = nn.Parameter(torch.zeros(2))"],
 )  # fmt: skip
 def test_a_model_that_knows_the_form_of_the_examples_has_its_figure(tmp_path: Path, line: str) -> None:
-    lines = [line, "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)"]
-    assert read(tmp_path, program(loop(), before="\n".join(lines))).outcome == "holds"
+    assert read(tmp_path, program(loop(), before=f"{line}\n{SGD.format('1 / len(train_set)')}")).outcome == "holds"

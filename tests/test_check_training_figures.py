@@ -161,6 +161,12 @@ def test_arguments_that_a_loss_may_steer_have_no_figure(tmp_path: Path, argument
     assert any(arguments.split("=")[0] in one for one in found.unknown), found.unknown
 
 
+def test_a_rate_of_a_trainer_that_the_examples_decide_has_no_figure(tmp_path: Path) -> None:
+    for rate, known in (("1 / len(data)", True), ("float(data.x.std())", False), ("given.rate", True)):
+        found = read(tmp_path, TRAINER.format(f'args = TrainingArguments("out", learning_rate={rate})'), examples=1000)
+        assert (found.exit_code == 0) is known, rate
+
+
 BESIDE = (
     "from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR\nfrom transformers import get_scheduler\n"
     'args = TrainingArguments("out")'

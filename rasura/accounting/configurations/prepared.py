@@ -1,13 +1,18 @@
-"""The weights that a training program begins with, where it makes them of the examples that it trains on: no noise covers
-these."""
+"""What a training program begins with: weights and learning rates that it makes of the examples that it trains on. No noise
+covers these."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterator
 
+from rasura.accounting.configurations.kinds import SCHEDULES
 from rasura.accounting.configurations.scopes import Scopes, Variable, root
 from rasura.accounting.configurations.trainings import LOADERS, argument, made
+
+_MADE = {"module": 99, "model": 0, "optimizer": 1, "args": 1, "optimizers": 99, "optimizer_cls_and_kwargs": 99}
+"""Arguments of the mechanisms that are neither data nor judge it, with their positions."""
 
 _HELD_BY = ("TensorDataset", "Subset")
 """Data sets of PyTorch that hold what they are given."""
@@ -16,21 +21,36 @@ _PUBLIC = ("classes", "num_classes", "class_to_idx", "column_names", "features",
 """What may be read of a data set to make a model: the form of an example, and the names of classes."""
 
 
-def weights_of_data(scopes: Scopes, node: ast.Call, models: Iterable[Variable]) -> Iterator[tuple[ast.AST, str]]:
-    """Where the plain model of the mechanism ``node``, or a part of any object, is made of the data set of its loader."""
+def begun_by_data(scopes: Scopes, node: ast.Call) -> Iterator[tuple[ast.AST, str]]:
+    """Where the plain model or the optimizer of the mechanism ``node``, a schedule, or a part of any object is made of the
+    data set of its loader."""
     private = _private(scopes, _data_of(scopes, node))
-    stores = [one.value for one in ast.walk(scopes.tree) if isinstance(one, ast.Assign) and _of_an_object(scopes, one)]
-    seen, ahead = set[Variable](), stores + [value for one in models for value in _values(scopes, one)]
-    for value in ahead if private else ():
+    seen, ahead = set[Variable](), list(_made_before(scopes, node)) if private else []
+    for value in ahead:
         if any(part is node for part in ast.walk(value)):
             continue
-        for part in (part for part in ast.walk(value) if isinstance(part, ast.Name)):
+        for part in (part for part in ast.walk(value) if isinstance(part, ast.Name) and not _sized(scopes, part)):
             variable = scopes.variable(part.id, part)
-            if variable in private and not _told(scopes, part):
-                yield part, f"the model may be made of the examples, before any noise: {ast.unparse(value)[:60]}"
+            if variable in private and not _taken(scopes, part):
+                shown = ast.unparse(value)[:60]
+                yield part, f"the model, or how it is trained, may depend on the examples, before any noise: {shown}"
             elif variable not in seen:
                 seen.add(variable)
                 ahead += _values(scopes, variable)
+
+
+def _made_before(scopes: Scopes, node: ast.Call) -> Iterator[ast.expr]:
+    """The expressions of the model, the optimizer and the arguments of the mechanism ``node``, of schedules, and of what is
+    written to parts of objects."""
+    for name, place in _MADE.items():
+        given = argument(node, name, place)
+        if given is not None:
+            yield given
+    for one in ast.walk(scopes.tree):
+        if isinstance(one, ast.Assign) and _of_an_object(scopes, one):
+            yield one.value
+        elif isinstance(one, ast.Call) and re.fullmatch(SCHEDULES, scopes.original(one.func)):
+            yield one
 
 
 def _data_of(scopes: Scopes, node: ast.Call) -> ast.expr | None:
@@ -96,13 +116,19 @@ def _of_an_object(scopes: Scopes, node: ast.Assign) -> bool:
     return any(name != "self" for name in firsts)
 
 
-def _told(scopes: Scopes, node: ast.Name) -> bool:
-    """Whether only the size or the form of a data set is read, or a function of this file takes it."""
+def _sized(scopes: Scopes, node: ast.Name) -> bool:
+    """Whether only the size or the form of a data set is read."""
+    whole: ast.AST = node
+    while isinstance(around := scopes.parents[whole], ast.Attribute):
+        if around.attr in _PUBLIC:
+            return True
+        whole = around
+    return isinstance(around, ast.Call) and whole in around.args and scopes.original(around.func) == "len"
+
+
+def _taken(scopes: Scopes, node: ast.Name) -> bool:
+    """Whether a function of this file takes a data set, whose parameter is private as well."""
     around = scopes.parents[node]
-    if isinstance(around, ast.Attribute):
-        return around.attr in _PUBLIC
-    if isinstance(around, ast.Call) and node in around.args and scopes.original(around.func) == "len":
-        return True
     call = scopes.parents[around] if isinstance(around, ast.keyword) else around
     called = scopes.read(call.func) if isinstance(call, ast.Call) else None
     return called is not None and any(isinstance(one, ast.FunctionDef) for one in scopes.bound(called))

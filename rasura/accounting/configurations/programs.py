@@ -21,7 +21,7 @@ from rasura.accounting.configurations.handled import LIBRARIES, Handled
 from rasura.accounting.configurations.kinds import Kind
 from rasura.accounting.configurations.models import loaded_weights, mixed_examples
 from rasura.accounting.configurations.mods import given_mods
-from rasura.accounting.configurations.prepared import weights_of_data
+from rasura.accounting.configurations.prepared import begun_by_data
 from rasura.accounting.configurations.scopes import Scopes, changed, last_name
 from rasura.accounting.configurations.trainings import LOADER, Training, training
 
@@ -217,7 +217,7 @@ def _followed(
     passes = list(found.passes.values())
     whole = [one for one in passes if one is not None]
     made = sum(whole) if whole and len(whole) == len(passes) else None
-    begun = [doubt for one in trained for doubt in weights_of_data(scopes, one.node, one.inputs())]
+    begun = [doubt for one in trained for doubt in begun_by_data(scopes, one.node)]
     return made, [*found.doubts, *mixed_examples(scopes), *weights, *begun], assumed
 
 
