@@ -260,6 +260,8 @@ def test_all_texts_of_a_plan_are_audited(tmp_path: Path) -> None:
     assert len(load_data(_planned(config, None, {"texts": texts[:5]})).examples) == 5
     config.write_text(f"texts = {json.dumps(texts)}\nlimit = 3\n")
     assert len(load_data(from_toml(config)).examples) == 3
+    assert len(load_data(Plan(texts=texts)).examples) == 10
+    assert len(load_data(Plan(texts=texts, limit=3)).examples) == 3 and Plan().limit == 4
     config.write_text("texts = []\n")
     with pytest.raises(InputError, match="texts is empty"):
         from_toml(config)

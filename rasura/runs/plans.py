@@ -36,7 +36,8 @@ class Plan:
 
     ``data``: None for the demo notes. ``reference``: a file of public texts of the same kind, ``language_model``: folder or
     hub id of a causal model; both are granted to the adversary. ``references``: how many of the reference texts are used,
-    from the first on; None for all. ``limit``: texts used, after the first ``skip``. ``max_length``: tokens of a text at
+    from the first on; None for all. ``limit``: texts used, after the first ``skip``;
+    all of ``texts``, or four of a file, unless it is given. ``max_length``: tokens of a text at
     most, those of the model's frame included; with ``truncate``, longer texts are cut. ``num_labels``: number of classes of
     a new head; None for the number that the labels need. ``max_memory``: memory limit of an attack in MiB. ``entries``:
     fraction of the entries on which matching attacks evaluate L1 and masks. ``text_column``, ``pair_column``,
@@ -62,7 +63,7 @@ class Plan:
     threats: tuple[str, ...] = ("honest-server",)
     batch_sizes: tuple[int, ...] = (1,)
     metrics: tuple[str, ...] = usual_metrics()
-    limit: int = 4
+    limit: int = None  # type: ignore[assignment]  # set below
     seeds: int = 1
     seed: int = 0
     budget: str = "default"
@@ -79,12 +80,16 @@ class Plan:
     label_names: tuple[str, ...] = ()
     references: int | None = None
 
+    def __post_init__(self) -> None:
+        if self.limit is None:
+            object.__setattr__(self, "limit", len(self.texts) or 4)
+
     def with_given(self, given: Mapping[str, Any]) -> Plan:
         """This plan with the fields ``given`` in place of its own. A file of texts stands in place of ``texts``, too, and
         these in place of a file. All texts are audited unless ``given`` has a ``limit``."""
         instead: dict[str, dict[str, Any]] = {"data": {"texts": ()}, "texts": {"data": None}}
         left_out = {k: v for name, fields in instead.items() if name in given for k, v in fields.items()}
-        every = {"limit": len(given["texts"])} if given.get("texts") else {}
+        every = {"limit": None} if given.get("texts") else {}
         return replace(self, **{**left_out, **every, **given})
 
     def checked(self, methods: Methods = REGISTERED) -> Plan:
