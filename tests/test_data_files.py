@@ -300,6 +300,20 @@ def test_the_command_says_how_a_file_was_read(
     assert Audit(plan).plan.canonical()["label_names"] == ["ä", "ö", "ü"]
 
 
+def test_columns_that_are_not_read_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """QNLI's questions were left out without a word, and the audit was of the answers alone."""
+    caplog.set_level("INFO", "rasura.data")
+    path = tmp_path / "a.csv"
+    path.write_text("idx,question,sentence,label\n0,who,he,1\n")
+    assert [(e.text, e.text_pair) for e in load_examples(path)] == [("who", "he")]
+    load_examples(path, columns=Columns(text="sentence"))
+    path.write_text("id,text,author,label\n0,who,Ada,1\n")
+    load_examples(path)
+    qnli, one, other = (record.getMessage() for record in caplog.records)
+    assert "text from column 'question', pair from column 'sentence'" in qnli and "not read" not in qnli
+    assert one.endswith("not read: question") and other.endswith("not read: author")
+
+
 def test_a_text_without_label_or_out_of_range_is_named_by_its_row(tmp_path: Path, model_folder: Path) -> None:
     import transformers
 

@@ -21,8 +21,13 @@ TEXT = (
 )  # fmt: skip
 """Names of text columns, in lower case; the first is preferred."""
 
-PAIR = {"text": "text_pair", "sentence1": "sentence2", "premise": "hypothesis", "question1": "question2"}
-"""Name of the text's column -> name of its pair's."""
+PAIR = {
+    "text": "text_pair", "sentence1": "sentence2", "premise": "hypothesis", "question1": "question2", "question": "sentence",
+}  # fmt: skip
+"""Name of the text's column -> name of its pair's. A ``question`` is only read with a ``sentence``, as in QNLI."""
+
+NUMBERS = ("id", "idx", "index", "guid", "__index_level_0__")
+"""Names of columns that number the rows."""
 
 LABEL = ("label", "labels", "class", "category", "target", "sentiment", "klasse", "kategorie")
 """Names of label columns, in lower case; the first is preferred."""
@@ -53,17 +58,20 @@ class Columns:
 
 
 class Chosen:
-    """The columns of one file: those of ``asked``, or with usual names. ``text`` is known after the first row."""
+    """The columns of one file: those of ``asked``, or with usual names. ``text``, and in ``left`` the columns that are not
+    read, are known after the first row."""
 
     def __init__(self, asked: Columns, source: str) -> None:
         self.asked, self.source = asked, source
         self.text: str | None = None
         self.pair: str | None = None
         self.label: str | None = None
+        self.left: list[str] = []
 
     def wanted(self, names: tuple[str, ...]) -> list[str]:
         """Of the columns ``names``, those to read, the text's first. Raises ``InputError`` if there is no text column."""
-        text = self._one("text", self.asked.text, names, TEXT)
+        usual = ("question",) if {"question", "sentence"} <= {n.casefold().strip() for n in names} else TEXT
+        text = self._one("text", self.asked.text, names, usual)
         if text is None:
             option = "" if self.asked.text is None else f" named {self.asked.text!r}"
             # The first row of a table without a header, if it is one word, looks like the name of a column.
@@ -85,7 +93,9 @@ class Chosen:
                     "row is; pass another name as --unit"
                 )
             more.append(self.asked.unit)
-        return list(dict.fromkeys([n for n in (text, self.pair, self.label) if n is not None] + more))
+        read = list(dict.fromkeys([n for n in (text, self.pair, self.label) if n is not None] + more))
+        self.left = [n for n in names if n not in read and n.casefold() not in NUMBERS]
+        return read
 
     def also(self, names: Iterable[str]) -> None:
         """Of rows with keys of their own: the pair or the label, where only a later row has one."""
@@ -273,7 +283,7 @@ def _few(names: Sequence[str]) -> str:
 
 
 def taken(chosen: Chosen, labels: Labels, more: Sequence[str]) -> str | None:
-    """One line on how a file was read, unless everything is default: UTF-8, commas, columns text and label, numbers."""
+    """One line on how a file was read, unless everything is default: UTF-8, commas, only columns text and label, numbers."""
     parts = list(more)
     for kind, plain in (("text", "text"), ("pair", "text_pair"), ("label", "label")):
         name = getattr(chosen, kind)
@@ -281,4 +291,6 @@ def taken(chosen: Chosen, labels: Labels, more: Sequence[str]) -> str | None:
             parts.append(f"{kind} from column {name!r}")
     if names := labels.names:
         parts.append("labels: " + _few([f"{k} = {n}" for k, n in enumerate(names)]))
+    if chosen.left:
+        parts.append(f"not read: {shown(set(chosen.left))}")
     return f"{chosen.source}: {', '.join(parts)}" if parts else None
