@@ -477,6 +477,15 @@ def test_only_whole_worded_ordered_spans_settle() -> None:
     assert proven is not None and _settled(verified(proven, {}), told_lengths)
 
 
+def test_a_causal_text_settles_without_its_last_word() -> None:
+    """It is no input. The portfolio went on for minutes to attacks that could not name it either."""
+    seen = seen_of(tiny("llama", "causal"), [TEXT], "causal")
+    whole = Reconstruction(((*TEXT[:-1], UNKNOWN),), "span")
+    assert _settled(whole, seen) and not _settled(replace(whole, confidence="matched"), seen)
+    assert not _settled(replace(whole, tokens=((*TEXT[:-2], UNKNOWN, TEXT[-1]),)), seen)
+    assert not _settled(whole, seen_of(tiny("llama", "classification"), [TEXT]))
+
+
 def test_a_bag_comes_before_an_ordered_text_that_explains_nothing_of_a_causal_update() -> None:
     text, wrong, near = (CLS, 40, 3, 41, 9, 42), (CLS, 77, 77, 77), (CLS, 40, 3, 41, 9, 43)
     seen = seen_of(tiny("llama", "causal"), [list(text)], task="causal")

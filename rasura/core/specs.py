@@ -64,12 +64,13 @@ class Portfolio:
     """What a portfolio runs, by the names of attacks; used only for estimates.
 
     ``always``: its attacks on every update. Where nothing is certain it also runs those that know the protection, and ends
-    with ``last``, or with ``instead`` if that knows the protection.
+    with ``last``, or with ``instead`` if that knows the protection. On causal models it ends with ``causal`` at once.
     """
 
     always: frozenset[str] = frozenset()
     last: str
     instead: str
+    causal: str
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -154,7 +154,7 @@ def cell_seconds(
         if hard or (several and not load.apart):
             # Nothing is certain there, so that the portfolio runs to its end.
             ends = portfolio.instead if portfolio.instead in hard else portfolio.last
-            seconds += sum(cost(attacks[a]) for a in {*hard, ends})
+            seconds += sum(cost(attacks[a]) for a in ({portfolio.causal} if causal else {*hard, ends}))
     return own + BESIDE + seconds
 
 
