@@ -493,9 +493,12 @@ def test_a_bag_comes_before_an_ordered_text_that_explains_nothing_of_a_causal_up
     junk, close = (Reconstruction((tokens,), "matched") for tokens in (wrong, near))
     assert check(seen, [near])[0] < EXPLAINS_NOTHING < check(seen, [wrong])[0]
     assert _rank(junk, seen) < _rank(bag, seen) < _rank(close, seen)
-    for noise in ("gaussian:0.1", "dropout:0.1"):
-        blurred = replace(seen, granted={**seen.granted, Grant.MECHANISM: (parse_defense(noise)[0].mechanism,)})
-        assert _rank(junk, blurred) > _rank(bag, blurred), "of a right text, too, the error is large"
+    dropped = (parse_defense("dropout:0.1")[0].mechanism,)
+    blurred = replace(seen, granted={**seen.granted, Grant.MECHANISM: dropped})
+    assert _rank(junk, blurred) > _rank(bag, blurred), "of a right text, too, the error is large"
+    noisy = seen_of(tiny("llama", "causal"), [list(text)], "causal", "gaussian:0.01")
+    assert check(noisy, [text])[0] > EXPLAINS_NOTHING, "noise makes up most of the update"
+    assert _rank(junk, noisy) < _rank(bag, noisy) < _rank(Reconstruction((text,), "matched"), noisy)
 
 
 @pytest.mark.parametrize(

@@ -81,8 +81,9 @@ class AttackSpec(MethodSpec):
     only for estimates: the cost on other models scales with their step. ``once``: what the first text behind a protection
     takes beyond that, where the others use what it learned. ``growth``: beyond that, the power of the number of
     tokens with which the cost grows. ``pairs``: on several texts of a classifier, the product of texts and tokens from which
-    the cost grows with that product; 0: it does not. ``work``: the factor of each budget level. ``portfolio``: what it runs,
-    if it is one. ``embedding``: it reads only the gradient of the word embedding. ``protection``: it reads the protection
+    the cost grows with that product; 0: it does not. ``causal_seconds``: in place of ``seconds`` on causal models, if it
+    does something else there. ``work``: the factor of each budget level. ``portfolio``: what it runs, if it is one.
+    ``embedding``: it reads only the gradient of the word embedding. ``protection``: it reads the protection
     itself, so it cannot run without one. ``knows``: the protections of other packages that it is written for, which name it
     in ``known_by``.
     """
@@ -90,6 +91,7 @@ class AttackSpec(MethodSpec):
     make: Callable[[], Attack[Reconstruction]]
     seconds: float
     once: float = 0.0
+    causal_seconds: float | None = None
     growth: float = 0.0
     pairs: float = 0.0
     work: Mapping[str, float] = field(default_factory=lambda: WORK)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from rasura.attacks.shared.verify import prove, verified
 from rasura.attacks.updates.pursuit.fits import Fit, Signs, Squares
+from rasura.attacks.updates.pursuit.following import following_words
 from rasura.attacks.updates.pursuit.polish import Polish, Texts
 from rasura.attacks.updates.pursuit.search import Search
 from rasura.attacks.updates.span.rows import masked_gradients
@@ -31,7 +32,7 @@ from rasura.victims.models import is_eager, one_class_each, parts
 @dataclass(frozen=True)
 class Pursuit:
     """Takes tokens greedily from block 0, then improves the texts on all visible gradients. For encoders with position
-    embeddings.
+    embeddings; of a causal model, the bag of words that follow (``following_words``).
 
     Meant for noise, for sign compression and for AdamW's first steps, where ``span`` finds no row space. Needs fewer tokens
     in the batch than the layer has inputs. Several texts are told apart by how well they fit all gradients.
@@ -47,8 +48,10 @@ class Pursuit:
 
     def __call__(self, seen: Observation, *, rng: torch.Generator, budget: Budget) -> Reconstruction:
         known = parts(seen.model)
+        if seen.task == "causal":
+            return following_words(seen, rng)
         if known.causal or known.position_embedding is None or seen.task != "classification":
-            raise NotApplicable("pursuit places tokens by their position embedding and supports only encoder classifiers")
+            raise NotApplicable("pursuit places tokens by their position embedding: of classifiers, only encoders")
         rows, shown = _rows(seen)
         outputs, tried, sweeps = self.work[budget.level]
         if not bool(torch.isfinite(rows).all()):
@@ -126,10 +129,11 @@ def _texts(found: Mapping[int, Sequence[int]], ends: Sequence[int], batch: int) 
 
 SPEC = AttackSpec(
     name="pursuit",
-    about="matching pursuit: recovers tokens one by one from noisy gradients or from their signs",
+    about="recovers tokens one by one from noisy gradients or from their signs, and words of causal models",
     source="Rasura, after orthogonal matching pursuit (Pati et al. 1993)",
     make=Pursuit,
     seconds=5.0,
+    causal_seconds=0.1,
     growth=0.8,
     work={"quick": 0.37, "default": 1.0, "paper": 15.0},
 )
