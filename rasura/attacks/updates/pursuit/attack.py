@@ -49,7 +49,7 @@ class Pursuit:
     def __call__(self, seen: Observation, *, rng: torch.Generator, budget: Budget) -> Reconstruction:
         known = parts(seen.model)
         if seen.task == "causal":
-            return following_words(seen, rng)
+            return following_words(seen, rng, budget)
         if known.causal or known.position_embedding is None or seen.task != "classification":
             raise NotApplicable("pursuit places tokens by their position embedding: of classifiers, only encoders")
         rows, shown = _rows(seen)
@@ -133,7 +133,7 @@ SPEC = AttackSpec(
     source="Rasura, after orthogonal matching pursuit (Pati et al. 1993)",
     make=Pursuit,
     seconds=5.0,
-    causal_seconds=0.1,
+    causal_seconds=1.0,
     growth=0.8,
     work={"quick": 0.37, "default": 1.0, "paper": 15.0},
 )

@@ -4,32 +4,24 @@ That gradient is ``sum_t (p_t - onehot(y_t)) h_t^T``, up to a factor: the row of
 Noise hides the entries of a row, but the states ``h_t`` of a public model are alike. Their mean has most of their size, a
 few directions have most of the rest. So a row is not looked at entry by entry, but compared with the law of the states: a
 detector of a Gaussian signal in Gaussian noise (Kay 1998, Fundamentals of Statistical Signal Processing II, sec. 5.6).
-Words that the model expects have rows along ``+h_t``. The order of the words is not read, nor how often each occurs.
+Words that the model expects have rows along ``+h_t``. This tells neither the order of the words nor how often each occurs.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from rasura.attacks.shared.dummies import ordinary_ids
 from rasura.attacks.shared.mechanism import announced_noise
-from rasura.core.interfaces import AttackFailed, InputError, NotApplicable
+from rasura.attacks.updates.pursuit.ordering import LONGEST, Ordering
+from rasura.attacks.updates.pursuit.states import States, frequencies_of, output_of, states_of
+from rasura.core.interfaces import AttackFailed, Budget, NotApplicable
+from rasura.core.so_far import tell
 from rasura.core.updates import announced_update
-from rasura.core.values import Grant, Observation, Reconstruction
-from rasura.priors.ngram import Unigram
-from rasura.victims.models import layer_inputs, parts
-
-TEXTS, LENGTH = 64, 16
-"""Texts of random common words, and their length, in which the states of the model are taken."""
-
-DIRECTIONS = 64
-"""Directions of the states' covariance that are kept apart; the others count as one."""
+from rasura.core.values import Grant, Observation, Parameter, Reconstruction
+from rasura.victims.models import parts
 
 CANDIDATES = 2048
 """Rows that are looked at closely: those of the most energy, and as many that lie most along the mean."""
@@ -52,23 +44,6 @@ SURE = 5.0
 
 FLOOR = 0.02
 """Least deviation that counts, by the largest row's: what the law of the states does not say."""
-
-
-@dataclass(frozen=True)
-class States:
-    """The law of the states before an output layer: ``mean`` ``(width,)``, ``directions`` ``(k, width)`` with their
-    ``variances`` ``(k,)``, and the variance ``rest`` of every other direction."""
-
-    mean: Tensor
-    directions: Tensor
-    variances: Tensor
-    rest: float
-
-    @property
-    def size(self) -> float:
-        """Root mean square of a state's norm."""
-        others = self.rest * (len(self.mean) - len(self.variances))
-        return math.sqrt(float(self.mean.square().sum() + self.variances.sum()) + others)
 
 
 class Rows:
@@ -100,8 +75,9 @@ class Rows:
         return following, other
 
 
-def following_words(seen: Observation, rng: torch.Generator) -> Reconstruction:
-    """The bag of words that follow in the texts of ``seen``, an update of a causal model, given once for every text.
+def following_words(seen: Observation, rng: torch.Generator, budget: Budget) -> Reconstruction:
+    """The bag of words that follow in the texts of ``seen``, an update of a causal model, given once for every text. Of a
+    single text of few words, the words in order where one explains the gradient (not with the budget ``quick``).
 
     Raises ``NotApplicable`` where the output layer's gradient is not visible as a whole, ``AttackFailed`` where no word
     stands out.
@@ -125,12 +101,19 @@ def following_words(seen: Observation, rng: torch.Generator) -> Reconstruction:
         raise AttackFailed("the gradient of the output layer is zero")
     count = min(CANDIDATES, len(rows))
     chosen = torch.tensor(sorted({*norms.topk(count).indices.tolist(), *(rows @ states.mean).topk(count).indices.tolist()}))
-    words = words_of(Rows(rows[chosen], states, deviation), _frequencies(seen)[chosen])
+    frequencies = frequencies_of(seen)
+    words = words_of(Rows(rows[chosen], states, deviation), frequencies[chosen])
     bag = tuple(sorted(set(chosen[words].tolist()) - seen.vocabulary.special_ids))
     if not bag:
         raise AttackFailed("no word stands out from the noise in the output layer's gradient")
     texts = seen.batch_size if Grant.BATCH_SIZE in seen else 1
-    return Reconstruction((bag,) * texts, "matched", ordered=False, details={"distinct_tokens": len(bag)})
+    details: dict[str, Parameter] = {"distinct_tokens": len(bag)}
+    tell(lambda: [bag] * texts, ordered=False)
+    if texts == 1 and Grant.BATCH_SIZE in seen and len(bag) <= LONGEST and budget.level != "quick":
+        search = Ordering(seen, output_of(seen.model), -rows, list(bag), states, deviation, frequencies)
+        if (text := search()) is not None:
+            return Reconstruction((text,), "matched", details=details)
+    return Reconstruction((bag,) * texts, "matched", ordered=False, details=details)
 
 
 def words_of(rows: Rows, frequencies: Tensor) -> Tensor:
@@ -144,31 +127,3 @@ def words_of(rows: Rows, frequencies: Tensor) -> Tensor:
     best = max(range(SIZES), key=lambda k: float(torch.logaddexp(tried[k][0] + expected, tried[k][1]).sum()))
     following, other = tried[best]
     return (following + expected - other > SURE).nonzero().flatten()
-
-
-def _frequencies(seen: Observation) -> Tensor:
-    """The chance of every token of the vocabulary: of common English, where it has any of it."""
-    with suppress(InputError):
-        return Unigram.english(seen.vocabulary).probabilities
-    ordinary = ordinary_ids(seen.vocabulary)
-    flat = torch.zeros(seen.vocabulary.size, dtype=torch.float64)
-    flat[ordinary] = 1 / len(ordinary)
-    return flat
-
-
-@torch.no_grad()
-def states_of(seen: Observation, rng: torch.Generator) -> States:
-    """The law of the states that go into the model's output layer, in texts of random words."""
-    drawn = torch.multinomial(_frequencies(seen), TEXTS * LENGTH, replacement=True, generator=rng).view(TEXTS, LENGTH)
-    frame: Sequence[int] = seen.vocabulary.prefix
-    ids = torch.cat([torch.tensor(frame, dtype=torch.long).expand(TEXTS, len(frame)), drawn], 1)
-    output = seen.model.get_output_embeddings()  # type: ignore[operator]  # a Hugging Face model
-    module = next(name for name, one in seen.model.named_modules() if one is output)
-    inputs = layer_inputs(seen.model, [module], input_ids=ids, attention_mask=torch.ones_like(ids))[module]
-    states = inputs[:, len(frame) :].flatten(0, 1).float().cpu()
-    mean = states.mean(0)
-    _, values, directions = torch.linalg.svd(states - mean, full_matrices=False)
-    variances = values.square() / len(states)
-    kept = min(DIRECTIONS, len(variances))
-    rest = float(variances[kept:].sum()) / max(1, states.shape[1] - kept)
-    return States(mean, directions[:kept], variances[:kept], rest)
