@@ -11,7 +11,7 @@ from torch import Tensor
 from rasura.attacks.updates.pursuit import Pursuit
 from rasura.attacks.updates.pursuit.following import Rows, words_of
 from rasura.attacks.updates.pursuit.ordering import Ordering, Prefix
-from rasura.attacks.updates.pursuit.states import States, output_of, states_of
+from rasura.attacks.updates.pursuit.states import States, frequencies_of, output_of, states_of
 from rasura.core.interfaces import AttackFailed, Budget, NotApplicable
 from rasura.core.rng import generator
 from rasura.core.threat import HONEST_SERVER, observe
@@ -125,7 +125,8 @@ def test_an_update_that_is_zero_or_no_number_fails() -> None:
 
 
 def test_the_law_of_a_model_is_that_of_its_states() -> None:
-    states = states_of(seen_of("llama", "none", [TEXT]), generator(0))
+    seen = seen_of("llama", "none", [TEXT])
+    states = states_of(seen, output_of(seen.model), frequencies_of(seen), generator(0))
     assert torch.allclose(states.directions @ states.directions.T, torch.eye(len(states.variances)), atol=1e-4)
     assert bool((states.variances >= 0).all()) and states.rest >= 0 and states.size >= float(states.mean.norm())
 
@@ -152,7 +153,8 @@ def test_words_of_a_real_decoder_are_read_in_noise(pretrained: Path, defense: st
 def ordering_of(seen: Observation, words: list[int], noise: float) -> Ordering:
     module = output_of(seen.model)
     rows = seen.gradients[f"{module}.weight"].float()
-    return Ordering(seen, module, rows, words, states_of(seen, generator(0)), noise, torch.full((len(rows),), 1 / len(rows)))
+    flat = torch.full((len(rows),), 1 / len(rows))
+    return Ordering(seen, module, rows, words, states_of(seen, module, flat, generator(0)), noise, flat)
 
 
 def test_a_prefix_explains_what_the_sum_of_its_parts_does() -> None:

@@ -136,8 +136,8 @@ def cell_seconds(
     pairs = cell.batch_size * load.tokens if several and load.apart else 0
 
     def cost(spec: AttackSpec) -> float:
-        seconds = spec.causal_seconds if causal and spec.causal_seconds is not None else spec.seconds
-        usual = seconds * spec.work[level] / REFERENCE_SECONDS
+        alone = spec.causal_seconds if causal and spec.causal_seconds is not None else spec.seconds
+        usual = alone * spec.work[level] / REFERENCE_SECONDS
         if spec.embedding:
             return float(usual * short)
         if spec.pairs and several and load.width is not None and not load.told:

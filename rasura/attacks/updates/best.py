@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from rasura.attacks.shared.comparing import inner_product
 from rasura.attacks.shared.mechanism import announced_dropout, announced_noise
-from rasura.attacks.shared.verify import check
+from rasura.attacks.shared.verify import check, entries
 from rasura.attacks.updates.embedding_rows import EmbeddingRows
 from rasura.attacks.updates.gradient_matching.engine import GradientMatching
 from rasura.attacks.updates.gradient_matching.presets import dlg, lamp_weighted
@@ -54,9 +55,9 @@ def _rank(guess: Reconstruction, seen: Observation) -> tuple[bool, int, int, boo
 def _explained(seen: Observation, error: float) -> float:
     """The share of the squared norm of ``seen``, less that of its noise, which a guess of the relative ``error`` explains.
     Where noise has so much of it that the rest is not told from none, the least that would be told counts."""
-    total = sum(float(g.double().square().sum()) for g in seen.gradients.values())
+    total = sum(inner_product(g.flatten(), g.flatten()) for g in seen.gradients.values())
     noise = announced_noise(seen)[0] ** 2
-    shown = sum(int(seen.visible[n].sum()) if n in seen.visible else g.numel() for n, g in seen.gradients.items())
+    shown = entries(seen)
     left = max(total - noise * shown, 3 * noise * math.sqrt(2 * shown))
     return (1 - error**2) * total / left if left > 0 and math.isfinite(error) else 0.0
 

@@ -32,7 +32,7 @@ from rasura.victims.models import is_eager, one_class_each, parts
 @dataclass(frozen=True)
 class Pursuit:
     """Takes tokens greedily from block 0, then improves the texts on all visible gradients. For encoders with position
-    embeddings; of a causal model, the bag of words that follow (``following_words``).
+    embeddings; of a causal model, the words that follow, in order where one is found (``following_words``).
 
     Meant for noise, for sign compression and for AdamW's first steps, where ``span`` finds no row space. Needs fewer tokens
     in the batch than the layer has inputs. Several texts are told apart by how well they fit all gradients.

@@ -24,7 +24,7 @@ from rasura.core.values import Grant, Observation, Parameter, Reconstruction
 from rasura.victims.models import parts
 
 CANDIDATES = 2048
-"""Rows that are looked at closely: those of the most energy, and as many that lie most along the mean."""
+"""Rows that are looked at closely: those of the most energy, and as many that lie most against the mean."""
 
 FOLLOWING = (0.6, 0.8, 1.0, 1.25, 1.6, 2.2, 3.2)
 """Sizes of the row of a word that follows, in those of one state: the model expected the word, or the word is repeated."""
@@ -92,17 +92,18 @@ def following_words(seen: Observation, rng: torch.Generator, budget: Budget) -> 
         raise NotApplicable("AdamW's steps are no gradient, whose rows would be states")
     if not bool(gradient.isfinite().all()):
         raise AttackFailed("the gradient of the output layer holds NaN or infinity")
-    states = states_of(seen, rng)
-    rows = -gradient.float().cpu()
+    module, frequencies = output_of(seen.model), frequencies_of(seen)
+    states = states_of(seen, module, frequencies, rng)
+    rows = gradient.float().cpu()
     norms = rows.norm(dim=1)
     noise = announced_noise(seen)[0] or float(rows.flatten()[::97].abs().median()) / 0.6745
     deviation = max(noise, FLOOR * float(norms.max()) / math.sqrt(rows.shape[1]))
     if deviation == 0:
         raise AttackFailed("the gradient of the output layer is zero")
     count = min(CANDIDATES, len(rows))
-    chosen = torch.tensor(sorted({*norms.topk(count).indices.tolist(), *(rows @ states.mean).topk(count).indices.tolist()}))
-    frequencies = frequencies_of(seen)
-    words = words_of(Rows(rows[chosen], states, deviation), frequencies[chosen])
+    against = (rows @ states.mean).topk(count, largest=False).indices
+    chosen = torch.tensor(sorted({*norms.topk(count).indices.tolist(), *against.tolist()}))
+    words = words_of(Rows(-rows[chosen], states, deviation), frequencies[chosen])
     bag = tuple(sorted(set(chosen[words].tolist()) - seen.vocabulary.special_ids))
     if not bag:
         raise AttackFailed("no word stands out from the noise in the output layer's gradient")
@@ -110,7 +111,7 @@ def following_words(seen: Observation, rng: torch.Generator, budget: Budget) -> 
     details: dict[str, Parameter] = {"distinct_tokens": len(bag)}
     tell(lambda: [bag] * texts, ordered=False)
     if texts == 1 and Grant.BATCH_SIZE in seen and len(bag) <= LONGEST and budget.level != "quick":
-        search = Ordering(seen, output_of(seen.model), -rows, list(bag), states, deviation, frequencies)
+        search = Ordering(seen, module, rows, list(bag), states, deviation, frequencies)
         if (text := search()) is not None:
             return Reconstruction((text,), "matched", details=details)
     return Reconstruction((bag,) * texts, "matched", ordered=False, details=details)

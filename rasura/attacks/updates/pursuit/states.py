@@ -59,12 +59,12 @@ def output_of(model: nn.Module) -> str:
 
 
 @torch.no_grad()
-def states_of(seen: Observation, rng: torch.Generator) -> States:
-    """The law of the states that go into the model's output layer, in texts of random words."""
-    drawn = torch.multinomial(frequencies_of(seen), TEXTS * LENGTH, replacement=True, generator=rng).view(TEXTS, LENGTH)
+def states_of(seen: Observation, module: str, frequencies: Tensor, rng: torch.Generator) -> States:
+    """The law of the states that go into the output layer ``module``, in texts of random words of these ``frequencies``
+    ``(vocabulary,)``."""
+    drawn = torch.multinomial(frequencies, TEXTS * LENGTH, replacement=True, generator=rng).view(TEXTS, LENGTH)
     frame: Sequence[int] = seen.vocabulary.prefix
     ids = torch.cat([torch.tensor(frame, dtype=torch.long).expand(TEXTS, len(frame)), drawn], 1)
-    module = output_of(seen.model)
     inputs = layer_inputs(seen.model, [module], input_ids=ids, attention_mask=torch.ones_like(ids))[module]
     states = inputs[:, len(frame) :].flatten(0, 1).float().cpu()
     mean = states.mean(0)
