@@ -14,6 +14,7 @@ from span_setting import seen_by_server
 from torch import Tensor, nn
 
 from rasura.attacks.shared.dummies import nearest_tokens
+from rasura.attacks.updates.gradient_matching.engine import GradientMatching
 from rasura.attacks.updates.gradient_matching.likely import RIDGE, left, likely
 from rasura.attacks.updates.gradient_matching.masks import Dropouts, Masked, shapes
 from rasura.attacks.updates.gradient_matching.objective import Distance, soft_cross_entropy
@@ -24,7 +25,7 @@ from rasura.core.interfaces import AttackFailed, Budget, NotApplicable
 from rasura.core.rng import generator
 from rasura.core.threat import THREATS, observe
 from rasura.core.values import Grant, Message, Observation
-from rasura.registry import parse_defense
+from rasura.registry import ATTACKS, DEFENSES, adversaries, for_task, parse_defense
 from rasura.testing.tiny import CAUSAL_VOCABULARY, CLS, SEP, VOCABULARY, batch_of, tiny
 from rasura.victims.step import step
 
@@ -53,8 +54,16 @@ def test_refuses_what_it_cannot_do() -> None:
     with pytest.raises(AttackFailed, match="not finite"):
         dlg()(Observation(Message(broken), seen.task, seen.granted), rng=generator(0), budget=Budget("quick"))
     causal = seen_by_server(tiny("gpt2", "causal"), batch_of([[CLS, 40, 41]], "causal"), "causal")
-    with pytest.raises(NotApplicable, match="classifiers"):
-        dlg()(causal, rng=generator(0), budget=Budget("quick"))
+    for name in set(for_task(ATTACKS, "classification")) - {*for_task(ATTACKS, "causal")}:
+        with pytest.raises(NotApplicable, match="classif"):
+            ATTACKS[name].make()(causal, rng=generator(0), budget=Budget("quick"))
+
+
+def test_what_is_expected_to_know_a_protection_of_decoders_reads_decoders() -> None:
+    """A report advised to add lamp-weighted, which reads classifiers only: no run could have ended 'not measured'."""
+    wanted = {a for d in DEFENSES.values() for a in adversaries(d.example, task="causal").attacks}
+    matching = {n for n, spec in ATTACKS.items() if isinstance(spec.make(), GradientMatching)}
+    assert len(matching) > 8 and not wanted & matching and not matching & {*for_task(ATTACKS, "causal")}
 
 
 def test_orders_move_only_free_positions_of_one_text() -> None:

@@ -248,7 +248,7 @@ def test_a_point_tells_its_levels_its_price_and_why_an_attack_has_no_figure() ->
     assert (twice["sent_bytes"], twice["seconds"]) == (16.0, 0.75)
     nothing = point("bf16", rows[1:], [], ["tag"], METRIC, 0.4)
     assert (nothing["sent_bytes"], nothing["seconds"]) == (0.0, 0.0)
-    known_by = asdict(adversaries("gaussian:1", images=True))
+    known_by = asdict(adversaries("gaussian:1", task="vision"))
     images = point("gaussian:1", [r | {"known_by": known_by} for r in rows], READ[:1], ["span"], METRIC, 0.4, images=True)
     assert images["unjudged"][0] == "not measured against an adversary who knows it: no attack on images knows gaussian"
     assert images["unjudged"][1].startswith("1 images; at least")

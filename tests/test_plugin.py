@@ -21,8 +21,8 @@ from rows import GUESS, MANY, METRIC, column
 import rasura
 from rasura.core.errors import InputError
 from rasura.core.interfaces import Attack
-from rasura.core.specs import AttackSpec, DefenseSpec
-from rasura.core.values import Reconstruction
+from rasura.core.specs import CLASSIFIERS, AttackSpec, DefenseSpec
+from rasura.core.values import Reconstruction, Task
 from rasura.defenses.dropout import dropout
 from rasura.defenses.noise import gaussian_noise
 from rasura.metrics.text import jaccard
@@ -121,12 +121,10 @@ ROLLED = DefenseSpec(name="rolled", about="rolls", source="own", make=lambda: dr
 
 
 def knowing(
-    own: DefenseSpec, *attacks: AttackSpec, beside: str = "", images: bool = False
+    own: DefenseSpec, *attacks: AttackSpec, beside: str = "", task: Task = "classification"
 ) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
     known = {**DEFENSES, own.name: own}
-    found = adversaries(
-        beside + own.name, images=images, defenses=known, attacks={**ATTACKS, **{a.name: a for a in attacks}}
-    )
+    found = adversaries(beside + own.name, task=task, defenses=known, attacks={**ATTACKS, **{a.name: a for a in attacks}})
     return found.attacks, found.unknown, found.protection_readers
 
 
@@ -146,7 +144,9 @@ def test_an_attack_that_does_not_know_a_plug_in_does_not_speak_for_it() -> None:
         assert knowing(replace(ROLLED, known_by=known_by), mine) == (known_by, ("rolled",), ())
     assert knowing(replace(ROLLED, known_by=("span", "mine")), knows) == (("span", "mine"), (), ()), "both must have run"
     assert knowing(replace(ROLLED, known_by=("span",)), knows) == (("span",), ("rolled",), ()), "each must name the other"
-    assert knowing(replace(ROLLED, known_by=("mine",)), knows, images=True) == ((), ("rolled",), ())
+    assert knowing(replace(ROLLED, known_by=("mine",)), knows, task="vision") == ((), ("rolled",), ())
+    of_classifiers = replace(knows, tasks=CLASSIFIERS)
+    assert knowing(replace(ROLLED, known_by=("mine",)), of_classifiers, task="causal") == ((), ("rolled",), ())
     reads_it = replace(knows, protection=True)
     assert knowing(replace(ROLLED, known_by=("mine",)), reads_it) == (("mine",), (), ()), (
         "it is shown to work, or not believed"

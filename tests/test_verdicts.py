@@ -17,6 +17,7 @@ from rows import GUESS, MANY, METRIC, READ, column, of, record, runs
 
 from rasura.core.interfaces import InputError, NotSent
 from rasura.core.options import names_of
+from rasura.core.values import Task
 from rasura.metrics.intervals import mean_interval
 from rasura.registry import ATTACKS, DEFENSES, adversaries
 from rasura.report.findings import findings, summarise
@@ -437,8 +438,8 @@ def test_who_gives_up(status: str, values: float | None, gives_up: bool) -> None
 
 
 def test_every_protection_names_the_attacks_that_know_it() -> None:
-    def knowing(defense: str, images: bool = False) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        found = adversaries(defense, images=images)
+    def knowing(defense: str, task: Task = "classification") -> tuple[tuple[str, ...], tuple[str, ...]]:
+        found = adversaries(defense, task=task)
         return found.attacks, found.unknown
 
     assert {a for spec in DEFENSES.values() for a in spec.known_by or ()} <= set(ATTACKS)
@@ -447,10 +448,14 @@ def test_every_protection_names_the_attacks_that_know_it() -> None:
     assert knowing("frozen-embeddings+accumulate:1.0d") == (("span",), ()), "no embedding's gradient, no bag from it"
     assert knowing("accumulate:9") == (("embedding-rows", "span"), ()) and knowing("none") == ((), ())
     assert knowing("frozen-embeddings+sealing:grad=0.1") == (("span",), ())
-    own = [adversaries(f"frozen-embeddings{more}", own_output=True).attacks for more in ("", "+sealing:grad=0.1")]
+    assert knowing("gaussian:0.1", "causal") == (("pursuit",), ()), "gradient matching reads no decoder"
+    assert knowing("dp-ftrl:1", "causal") == (("pursuit",), ())
+    own = [
+        adversaries(f"frozen-embeddings{more}", task="causal", own_output=True).attacks for more in ("", "+sealing:grad=0.1")
+    ]
     assert own == [("span", "embedding-rows"), ("span", "embedding-rows", "mask-positions")], "its rows belong to tokens"
     assert knowing("cloak:3+none") == ((), ("cloak",))
-    assert knowing("gaussian:0.1", images=True) == ((), ("gaussian",)) and knowing("fp16", images=True) == ((), ())
+    assert knowing("gaussian:0.1", "vision") == ((), ("gaussian",)) and knowing("fp16", "vision") == ((), ())
     assert adversaries("pruning:0.9").protection_readers == ("mask-positions",)
     assert names_of("dp-sgd:1.0/clip=0.5 + directional/blocks=parameters") == ("dp-sgd", "directional")
     assert plain("none") and not plain("none+bf16") and not plain("bf16")
@@ -459,7 +464,7 @@ def test_every_protection_names_the_attacks_that_know_it() -> None:
 def test_a_protection_that_nobody_knows_is_not_measured() -> None:
     cases = (("cloak:3", False, "no attack knows cloak"), ("gaussian:1", True, "no attack on images knows gaussian"))
     for defense, images, why in cases:
-        known_by = asdict(adversaries(defense, images=images))
+        known_by = asdict(adversaries(defense, task="vision" if images else "classification"))
         rows = [{**r, "known_by": known_by} for r in column("span", defense, [GUESS] * MANY)]
         found = verdict(defense, rows, READ, METRIC, images=images)
         assert found.word == NOT_MEASURED and why in found.says

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
@@ -39,6 +39,9 @@ from rasura.cli.shared import (
     watched,
 )
 from rasura.core.errors import InputError
+
+if TYPE_CHECKING:
+    from rasura.core.values import Task
 
 Families = Annotated[str, typer.Option(help="protections without their parameters, separated by commas: gaussian,pruning")]
 Attacks = Annotated[
@@ -131,11 +134,11 @@ def _one_source(file: str | None, text: list[str] | None) -> tuple[str, ...]:
     return tuple(text or ())
 
 
-def _attacks(named: str | None, defense: str, task: str) -> tuple[str, ...]:
+def _attacks(named: str | None, defense: str, task: Task) -> tuple[str, ...]:
     """The attacks of ``--attack``, or the usual ones for the task and those that know the protections."""
     from rasura.registry import ATTACKS, adversaries, for_task
 
-    knowing = adversaries(defense.replace(",", "+")).attacks
+    knowing = adversaries(defense.replace(",", "+"), task=task).attacks
     if task == "vision":
         return split(named) or for_task(ATTACKS, "vision")
     return split(named) or tuple(dict.fromkeys(("embedding-rows", "span", *knowing)))

@@ -17,7 +17,8 @@ from rasura.core.values import Reconstruction, Task
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9_+-]*", re.IGNORECASE)
 
-TEXT: frozenset[Task] = frozenset({"classification", "causal"})
+CLASSIFIERS: frozenset[Task] = frozenset({"classification"})
+TEXT: frozenset[Task] = CLASSIFIERS | {"causal"}
 IMAGES: frozenset[Task] = frozenset({"vision"})
 
 
@@ -64,7 +65,7 @@ class Portfolio:
     """What a portfolio runs, by the names of attacks; used only for estimates.
 
     ``always``: its attacks on every update. Where nothing is certain it also runs those that know the protection, and ends
-    with ``last``, or with ``instead`` if that knows the protection. On causal models it ends with ``causal`` at once.
+    with ``last``, or with ``instead`` if that knows the protection, or with ``causal`` on causal models.
     """
 
     always: frozenset[str] = frozenset()

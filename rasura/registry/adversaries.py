@@ -9,7 +9,7 @@ from typing import Any
 
 from rasura.core.errors import InputError
 from rasura.core.specs import AttackSpec, DefenseSpec, ServiceAttackSpec
-from rasura.core.values import Grant
+from rasura.core.values import Grant, Task
 from rasura.registry.collect import Registry
 from rasura.registry.parsing import parts
 from rasura.registry.tables import ATTACKS, DEFENSES, MEMBERSHIP
@@ -54,22 +54,23 @@ def readers(
 def adversaries(
     defense: str,
     *,
-    images: bool = False,
+    task: Task = "classification",
     own_output: bool = False,
     defenses: Mapping[str, DefenseSpec] = DEFENSES,
     attacks: Mapping[str, AttackSpec] = ATTACKS,
 ) -> Adversaries:
-    """The attacks that know ``defense``, which may have unknown parts. ``own_output``: the model has an output layer whose
-    rows belong to tokens and that is not the word embedding, so that it is trained where the embeddings are frozen."""
+    """The attacks that know ``defense`` and apply to models of ``task``. Some of its parts may be unknown. ``own_output``:
+    the model has an output layer whose rows belong to tokens and that is not the word embedding, so that it is trained where
+    the embeddings are frozen."""
     wanted: dict[str, None] = {}
     unknown = []
     names = [name.partition("/")[0] for name, _ in parts(defense)]
     for name in names:
         spec = defenses.get(name)
-        known_by = None if spec is None else spec.known_by_on_images if images else spec.known_by
-        able = known_by
-        if known_by and "frozen-embeddings" in names and not own_output:  # no gradient of a table of words is sent
-            able = tuple(a for a in known_by if a not in attacks or not attacks[a].embedding)
+        known_by = None if spec is None else spec.known_by_on_images if task == "vision" else spec.known_by
+        able = known_by and tuple(a for a in known_by if a not in attacks or task in attacks[a].tasks)
+        if able and "frozen-embeddings" in names and not own_output:  # no gradient of a table of words is sent
+            able = tuple(a for a in able if a not in attacks or not attacks[a].embedding)
         if spec is None or (known_by and not able) or not is_known(name, able, DEFENSES.own(spec), attacks):
             unknown.append(name)
         wanted |= dict.fromkeys(able or ())

@@ -75,8 +75,9 @@ class Audit:
         self.attacks, self.updates, self.metrics = chosen.attacks, chosen.updates, chosen.metrics
         self.defenses = chosen.defenses
         self.victim = victim or load_victim(plan, data.num_labels, device)
-        own_output = self.victim.task == "causal" and not parts(self.victim.model).tied
-        among = partial(adversaries, images=bool(data.images), own_output=own_output)
+        task = self.victim.task
+        own_output = task == "causal" and not parts(self.victim.model).tied
+        among = partial(adversaries, task=task, own_output=own_output)
         self.known_by = {t: among(t, defenses=methods.defenses, attacks=methods.attacks) for t in self.defenses}
         self.own = own_methods(methods, self.attacks, self.defenses, self.metrics)
         adapters = (local.adapter for local, _ in self.updates.values())

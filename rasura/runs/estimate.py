@@ -154,8 +154,8 @@ def cell_seconds(
         hard = {a for a in known_by.attacks if a in attacks} - portfolio.always
         if hard or (several and not load.apart):
             # Nothing is certain there, so that the portfolio runs to its end.
-            ends = portfolio.instead if portfolio.instead in hard else portfolio.last
-            seconds += sum(cost(attacks[a]) for a in ({portfolio.causal} if causal else {*hard, ends}))
+            ends = portfolio.causal if causal else portfolio.instead if portfolio.instead in hard else portfolio.last
+            seconds += sum(cost(attacks[a]) for a in {*hard, ends})
     return own + BESIDE + seconds
 
 

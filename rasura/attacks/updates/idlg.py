@@ -6,7 +6,7 @@ from torch import Generator
 
 from rasura.attacks.updates.label_recovery import UNSIGNED
 from rasura.core.interfaces import AttackFailed, Budget, NotApplicable
-from rasura.core.specs import AttackSpec
+from rasura.core.specs import CLASSIFIERS, AttackSpec
 from rasura.core.values import Grant, Observation, Reconstruction
 from rasura.victims.models import one_class_each, parts
 
@@ -62,4 +62,5 @@ SPEC = AttackSpec(
     source="Zhao et al. 2020 (iDLG), sec. 3",
     make=IDLG,
     seconds=0.1,
+    tasks=CLASSIFIERS,
 )

@@ -8,7 +8,7 @@ from functools import partial
 
 from rasura.attacks.updates.gradient_matching.engine import GradientMatching
 from rasura.attacks.updates.gradient_matching.settings import Settings, Work
-from rasura.core.specs import AttackSpec
+from rasura.core.specs import CLASSIFIERS, AttackSpec
 
 # LAMP takes 2,000 steps (GRAB sec. 5.1); its public code tries 200 orders every 75 of them after a first tenth.
 LAMP_LEVELS: Mapping[str, Work] = {
@@ -115,6 +115,7 @@ DLG = AttackSpec(
     seconds=250.0,
     growth=0.4,
     work=DLG_COST,
+    tasks=CLASSIFIERS,
 )
 
 TAG = AttackSpec(
@@ -125,6 +126,7 @@ TAG = AttackSpec(
     seconds=250.0,
     growth=0.4,
     work=DLG_COST,
+    tasks=CLASSIFIERS,
 )
 
 LAMP_COS = AttackSpec(
@@ -135,6 +137,7 @@ LAMP_COS = AttackSpec(
     seconds=25.0,
     growth=0.4,
     work=LAMP_COST,
+    tasks=CLASSIFIERS,
 )
 
 LAMP_L1L2 = AttackSpec(
@@ -145,6 +148,7 @@ LAMP_L1L2 = AttackSpec(
     seconds=45.0,
     growth=0.4,
     work=LAMP_COST,
+    tasks=CLASSIFIERS,
 )
 
 LAMP_WEIGHTED = replace(
@@ -165,6 +169,7 @@ GRAB = AttackSpec(
     seconds=240.0,
     growth=0.4,
     work={"quick": 0.08, "default": 1.0, "paper": 30.0},
+    tasks=CLASSIFIERS,
 )
 
 GRAB_WITHOUT_MASKS = replace(
@@ -192,6 +197,7 @@ GUIDED_GRAB = AttackSpec(
     seconds=7.0,
     growth=2.0,
     work={"quick": 0.62, "default": 1.0, "paper": 15.0},
+    tasks=CLASSIFIERS,
 )
 
 
