@@ -107,9 +107,8 @@ def test_in_much_noise_it_fails_in_words(seed: int) -> None:
 
 @pytest.mark.parametrize(
     ("defense", "update", "why"),
-    [("frozen-embeddings", "fedsgd", "not visible as a whole"), ("sealing:random=0.5", "fedsgd", "not visible as a whole"),
-     ("none", "fedavg-adamw:2:0.001", "no gradient")],
-)  # fmt: skip
+    [("frozen-embeddings", "fedsgd", "not visible as a whole"), ("sealing:random=0.5", "fedsgd", "not visible as a whole")],
+)
 def test_what_shows_no_output_layer_is_not_applicable(defense: str, update: str, why: str) -> None:
     with pytest.raises(NotApplicable, match=why):
         read(seen_of("gpt2", defense, [TEXT], update))

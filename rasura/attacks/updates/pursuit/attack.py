@@ -17,14 +17,13 @@ import torch
 from torch import Tensor
 
 from rasura.attacks.shared.verify import prove, verified
-from rasura.attacks.updates.pursuit.fits import Fit, Signs, Squares
+from rasura.attacks.updates.pursuit.fits import Fit, Signs, Squares, are_signs, decay_of
 from rasura.attacks.updates.pursuit.following import following_words
 from rasura.attacks.updates.pursuit.polish import Polish, Texts
 from rasura.attacks.updates.pursuit.search import Search
 from rasura.attacks.updates.span.rows import masked_gradients
 from rasura.core.interfaces import AttackFailed, Budget, NotApplicable
 from rasura.core.specs import AttackSpec
-from rasura.core.updates import announced_update
 from rasura.core.values import Grant, Observation, Reconstruction
 from rasura.victims.models import is_eager, one_class_each, parts
 
@@ -56,10 +55,10 @@ class Pursuit:
         outputs, tried, sweeps = self.work[budget.level]
         if not bool(torch.isfinite(rows).all()):
             raise AttackFailed("the observed gradient is not finite")
-        signs = _are_signs(seen, rows)
+        signs = are_signs(seen, rows)
         fit: Fit = Squares(rows, shown)
         if signs:
-            known_signs = _without_decay(seen, rows).sign()
+            known_signs = (rows - decay_of(seen) * _rows(_weights(seen))[0]).sign()
             known_signs = known_signs[known_signs.abs().sum(1) > 0]
             fit = Signs(known_signs[torch.randperm(len(known_signs), generator=rng)[:outputs]])
         search = Search(seen, fit, budget.memory_mb, rng)
@@ -90,23 +89,10 @@ def _rows(seen: Observation) -> tuple[Tensor, Tensor | None]:
     return (rows * shown)[some].float(), shown[some].float()
 
 
-def _are_signs(seen: Observation, rows: Tensor) -> bool:
-    """Whether entries carry little more than their sign: the update says so, or nearly all entries have the same size."""
-    if announced_update(seen).adaptive:
-        return True
-    sizes = rows[rows != 0].abs()
-    return bool(len(sizes)) and float(sizes.std()) < 0.05 * float(sizes.mean())
-
-
-def _without_decay(seen: Observation, rows: Tensor) -> Tensor:
-    """``rows`` without the weights' own decay, which AdamW adds to what it sends."""
-    local = announced_update(seen)
-    if not local.adaptive:
-        return rows
-    size = seen.batch_size if Grant.BATCH_SIZE in seen else 1
-    decay = (1 - local.round.kept(size)) / local.learning_rate
+def _weights(seen: Observation) -> Observation:
+    """``seen``, with the weights in place of their gradients."""
     weights = {n: seen.model.get_parameter(n).detach() for n in seen.gradients}
-    return rows - decay * _rows(replace(seen, message=replace(seen.message, gradients=weights)))[0]
+    return replace(seen, message=replace(seen.message, gradients=weights))
 
 
 def _texts(found: Mapping[int, Sequence[int]], ends: Sequence[int], batch: int) -> Texts:

@@ -8,6 +8,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from rasura.core.updates import announced_update
+from rasura.core.values import Grant, Observation
+
 
 class Fit(Protocol):
     """A model of the gradient ``(outputs, inputs)`` as a product of unknown coefficients and known inputs."""
@@ -60,3 +63,21 @@ class Signs:
             coefficients = coefficients + torch.linalg.solve(curve, slope[..., None])[..., 0].clamp(-20, 20)
         out: Tensor = signs * torch.sigmoid(-signs * (coefficients @ inputs))
         return out
+
+
+def are_signs(seen: Observation, rows: Tensor) -> bool:
+    """Whether the entries of ``seen`` carry little more than their sign: the update says so, or nearly all entries of these
+    ``rows`` of it have the same size."""
+    if announced_update(seen).adaptive:
+        return True
+    sizes = rows[rows != 0].abs()
+    return bool(len(sizes)) and float(sizes.std()) < 0.05 * float(sizes.mean())
+
+
+def decay_of(seen: Observation) -> float:
+    """The share of each weight that AdamW adds to what it sends, as the weights' own decay; 0 for other updates."""
+    local = announced_update(seen)
+    if not local.adaptive:
+        return 0.0
+    size = seen.batch_size if Grant.BATCH_SIZE in seen else 1
+    return (1 - local.round.kept(size)) / local.learning_rate

@@ -15,11 +15,13 @@ import torch
 from torch import Tensor
 
 from rasura.attacks.shared.mechanism import announced_noise
-from rasura.attacks.updates.pursuit.ordering import LONGEST, Ordering
+from rasura.attacks.updates.pursuit.fits import are_signs, decay_of
+from rasura.attacks.updates.pursuit.ordering import LONGEST, STARTS, Ordering, starts_of
+from rasura.attacks.updates.pursuit.signed import LONGEST as SIGNED_LONGEST
+from rasura.attacks.updates.pursuit.signed import Signed
 from rasura.attacks.updates.pursuit.states import States, frequencies_of, output_of, states_of
 from rasura.core.interfaces import AttackFailed, Budget, NotApplicable
 from rasura.core.so_far import tell
-from rasura.core.updates import announced_update
 from rasura.core.values import Grant, Observation, Parameter, Reconstruction
 from rasura.victims.models import parts
 
@@ -86,15 +88,16 @@ def following_words(seen: Observation, rng: torch.Generator, budget: Budget) -> 
     own = None if known.head is None else known.head.weight
     name = known.word_embedding if known.tied else own
     gradient = None if name is None else seen.whole(name)
-    if gradient is None:
+    if name is None or gradient is None:
         raise NotApplicable("the gradient of the output layer is not visible as a whole")
-    if announced_update(seen).adaptive:
-        raise NotApplicable("AdamW's steps are no gradient, whose rows would be states")
     if not bool(gradient.isfinite().all()):
         raise AttackFailed("the gradient of the output layer holds NaN or infinity")
     module, frequencies = output_of(seen.model), frequencies_of(seen)
     states = states_of(seen, module, frequencies, rng)
     rows = gradient.float().cpu()
+    if are_signs(seen, rows):
+        rows = rows - decay_of(seen) * seen.model.get_parameter(name).detach().float().cpu()
+        return _by_signs(seen, Signed(seen, module, rows.sign(), states, budget.level), frequencies)
     norms = rows.norm(dim=1)
     noise = announced_noise(seen)[0] or float(rows.flatten()[::97].abs().median()) / 0.6745
     deviation = max(noise, FLOOR * float(norms.max()) / math.sqrt(rows.shape[1]))
@@ -115,6 +118,32 @@ def following_words(seen: Observation, rng: torch.Generator, budget: Budget) -> 
         if (text := search()) is not None:
             return Reconstruction((text,), "matched", details=details)
     return Reconstruction((bag,) * texts, "matched", ordered=False, details=details)
+
+
+def _by_signs(seen: Observation, search: Signed, frequencies: Tensor) -> Reconstruction:
+    """The text of ``seen`` that ``search`` reads, in order; of several, or where none is found, the bag of the words that
+    follow."""
+    details: dict[str, Parameter] = {"distinct_tokens": len(search.bag), "signs": True}
+    texts = seen.batch_size if Grant.BATCH_SIZE in seen else 1
+    tell(lambda: [search.bag] * texts, ordered=False)
+    alone = texts == 1 and Grant.BATCH_SIZE in seen and len(search.bag) <= SIGNED_LONGEST
+    text = search.text(_beginnings(seen, search, frequencies)) if alone else None
+    if text is not None:
+        return Reconstruction((text,), "matched", details=details)
+    return Reconstruction((search.bag,) * texts, "matched", ordered=False, details=details)
+
+
+def _beginnings(seen: Observation, search: Signed, frequencies: Tensor) -> list[list[tuple[int, ...]]]:
+    """Beginnings of the text, in groups of which the first is the likeliest: the tokenizer's own tokens. Then the words that
+    are read, if the gradient of an embedding of its own tells them, else those whose rows stand out, and frequent ones."""
+    known, frame = parts(seen.model), tuple(seen.vocabulary.prefix)
+    inputs = None if known.tied else seen.whole(known.word_embedding)
+    if inputs is None:
+        single = [one for one in starts_of(seen, search.words[:STARTS].tolist(), frequencies) if one != frame]
+    else:
+        sizes = inputs.float().norm(dim=1)
+        single = [(int(word),) for word in (sizes > sizes.max() / 2).nonzero()]
+    return [group for group in ([frame] if frame else [], single) if group]
 
 
 def words_of(rows: Rows, frequencies: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ would explain at their own places, and by how likely the model itself finds it.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -75,6 +76,15 @@ class Prefix:
         return surer * explained + self.likely - math.log(words + 1) * len(self.tokens)
 
 
+def starts_of(seen: Observation, likely: Sequence[int], frequencies: Tensor) -> list[tuple[int, ...]]:
+    """Beginnings of texts that are tried, all of one length: the words that are ``likely`` and those that are frequent. The
+    first word of a text that begins with the tokenizer's own tokens follows these."""
+    frequent = frequencies.topk(min(STARTS, len(frequencies))).indices.tolist()
+    first = [t for t in dict.fromkeys([*likely, *frequent]) if t not in seen.vocabulary.special_ids]
+    frame = [tuple(seen.vocabulary.prefix)] if seen.vocabulary.prefix else []
+    return frame + [(t,) for t in first if not frame or len(frame[0]) == 1]
+
+
 class Ordering:
     """Orders ``words``, which follow in the one text of ``seen``. ``rows``: the observed gradient of the output layer
     ``module``, ``(vocabulary, width)``, in ``noise``; ``frequencies`` ``(vocabulary,)``."""
@@ -97,11 +107,7 @@ class Ordering:
         self.surer = self.scale / whole
         self.own = sizes / self.scale
         largest = rows.square().sum(1).topk(min(STARTS, len(rows))).indices.tolist()
-        frequent = frequencies.topk(min(STARTS, len(frequencies))).indices.tolist()
-        first = [t for t in dict.fromkeys([*words, *largest, *frequent]) if t not in seen.vocabulary.special_ids]
-        # The first word of a text that begins with the tokenizer's own token follows that.
-        frame = [tuple(seen.vocabulary.prefix)] if seen.vocabulary.prefix else []
-        self.starts = frame + [(t,) for t in first if not frame or len(frame[0]) == 1]
+        self.starts = starts_of(seen, [*words, *largest], frequencies)
 
     @torch.no_grad()
     def __call__(self) -> tuple[int, ...] | None:
