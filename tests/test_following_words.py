@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from following_setting import OTHER, TEXT, read, seen_of
 from torch import Tensor
 
 from rasura.attacks.updates.pursuit import Pursuit
@@ -15,28 +16,13 @@ from rasura.attacks.updates.pursuit.states import States, frequencies_of, output
 from rasura.core.interfaces import AttackFailed, Budget, NotApplicable
 from rasura.core.rng import generator
 from rasura.core.threat import HONEST_SERVER, observe
-from rasura.core.values import Observation, Reconstruction
+from rasura.core.values import Observation
 from rasura.data.text import Example, encode
-from rasura.registry import parse_defense, parse_update
-from rasura.testing.tiny import CAUSAL_VOCABULARY, CLS, batch_of, tiny
+from rasura.registry import parse_defense
+from rasura.testing.tiny import CAUSAL_VOCABULARY, CLS
 from rasura.victims.loading import load
 from rasura.victims.models import layer_inputs
 from rasura.victims.step import step
-
-TEXT, OTHER = [5, 9, 12, 7, 30, 22, 41], [6, 33, 18, 9, 27]
-
-
-def seen_of(family: str, defense: str, texts: list[list[int]], update: str = "fedsgd", seed: int = 0) -> Observation:
-    local, wire = parse_update(update)
-    truth = step(
-        tiny(family, "causal"), batch_of(texts, "causal", [0] * len(texts)), (*parse_defense(defense), *wire),
-        task="causal", vocabulary=CAUSAL_VOCABULARY, rng=generator(seed, "step"), local=local,
-    )  # fmt: skip
-    return observe(truth, HONEST_SERVER)
-
-
-def read(seen: Observation) -> Reconstruction:
-    return Pursuit()(seen, rng=generator(0), budget=Budget())
 
 
 def law(width: int = 48, kept: int = 5) -> States:

@@ -41,12 +41,13 @@ ones)."""
 def _rank(guess: Reconstruction, seen: Observation) -> tuple[bool, int, int, bool, int, float]:
     """Greater is better: a text that holds words, surer, ordered, whole, with fewer holes, nearer to the gradient.
 
-    An order that explains nothing of a causal update comes after a bag. Dropout leaves large errors of right texts.
+    An order that explains nothing of a causal update comes after a bag. Dropout leaves large errors of right texts, and so
+    do signs, for which the attack itself judges the order.
     """
     holes = sum(t == UNKNOWN for text in guess.tokens for t in text)
     words = any(t != UNKNOWN and t not in seen.vocabulary.special_ids for text in guess.tokens for t in text)
     error = check(seen, guess.tokens)[0] if guess.ordered and words and not holes else float("inf")
-    blurred = seen.task != "causal" or announced_dropout(seen) > 0
+    blurred = seen.task != "causal" or announced_dropout(seen) > 0 or bool(guess.details.get("signs"))
     fits = guess.confidence != "matched" or holes > 0 or blurred or _explained(seen, error) >= 1 - EXPLAINS_NOTHING**2
     order = 1 if not guess.ordered else 2 if fits else 0
     return words, _CERTAINTY[guess.confidence], order, holes == 0, -holes, -error
@@ -65,8 +66,8 @@ def _explained(seen: Observation, error: float) -> float:
 def _settled(guess: Reconstruction, seen: Observation) -> bool:
     """Whether nothing stronger can be expected: verified, every place of every text named by a span, or a text of a causal
     model from which the update differs by rounding. The last word of a causal text may lack: it is no input, and what
-    ``span`` cannot name of it no other attack does. What was read of a causal model from signs alone is settled as well."""
-    if guess.confidence == "verified" or (seen.task == "causal" and guess.details.get("signs")):
+    ``span`` cannot name of it no other attack does."""
+    if guess.confidence == "verified":
         return True
     lengths = sorted(seen.lengths) == sorted(map(len, guess.tokens)) if Grant.LENGTHS in seen else True
     worded = all(any(t not in seen.vocabulary.special_ids for t in text) for text in guess.tokens)
@@ -76,6 +77,13 @@ def _settled(guess: Reconstruction, seen: Observation) -> bool:
     if not (guess.ordered and whole and lengths):
         return False
     return guess.confidence == "span" or (seen.task == "causal" and check(seen, guess.tokens)[0] <= ROUNDED)
+
+
+def _orders(guess: Reconstruction, bag: Reconstruction, seen: Observation) -> bool:
+    """Whether ``guess`` is one text in order with all words of ``bag``, which is surer of them and has no order."""
+    if bag.ordered or len(bag.tokens) != 1 or len(guess.tokens) != 1 or _rank(guess, seen)[2] < 2:
+        return False
+    return {*bag.tokens[0]} <= {*guess.tokens[0], UNKNOWN}
 
 
 def matching(seen: Observation) -> Callable[[], GradientMatching]:
@@ -140,8 +148,10 @@ class Best:
                 best, winner = guess, attack.name
                 break
             own_rank = _rank(guess, seen)
-            if rank is None or own_rank > rank:
+            if rank is None or best is None or own_rank > rank or _orders(guess, best, seen):
                 best, winner, rank = guess, attack.name, own_rank
+            if seen.task == "causal" and guess.details.get("signs"):
+                break  # no attack behind reads signs of a causal model
         if (found := so_far()) is None:
             raise AttackFailed(f"no attack of the portfolio recovered anything ({tried()})", {"ran": ",".join(ran)})
         return found

@@ -14,13 +14,13 @@ import torch
 from torch import Generator, Tensor
 
 from rasura.attacks.shared.verify import ROWS_VERIFIED, in_span, prove, prove_rows, verified
+from rasura.attacks.updates.pursuit.fits import are_signs
 from rasura.attacks.updates.row_evidence import FLOOR, is_noisy, max_tokens, rows_of_words
 from rasura.attacks.updates.tied_rows import without_output_part
 from rasura.attacks.updates.trained_rows import opposed, own_output, weights_of, without_decay
 from rasura.core.interfaces import AttackFailed, Budget, NotApplicable
 from rasura.core.so_far import tell
 from rasura.core.specs import AttackSpec, Home
-from rasura.core.updates import announced_update
 from rasura.core.values import UNKNOWN, Grant, Observation, Parameter, Reconstruction
 from rasura.victims.models import Parts, parts
 from rasura.victims.positions import first_position
@@ -191,7 +191,7 @@ class EmbeddingRows:
             raise AttackFailed("the word embedding's gradient holds NaN or infinity")
         gradient, mask = gradient.cpu(), None if mask is None else mask.cpu()
         tied = found.tied and seen.task == "causal"
-        if tied and announced_update(seen).adaptive:
+        if tied and are_signs(seen, gradient):  # AdamW's steps, too
             return opposed(seen, found.word_embedding, gradient, size or 1)
         if not tied:
             gradient = without_decay(gradient, weights_of(seen, found.word_embedding), mask)

@@ -10,11 +10,13 @@ Words that the model expects have rows along ``+h_t``. This tells neither the or
 from __future__ import annotations
 
 import math
+from itertools import chain
 
 import torch
 from torch import Tensor
 
 from rasura.attacks.shared.mechanism import announced_noise
+from rasura.attacks.shared.verify import prove, verified
 from rasura.attacks.updates.pursuit.fits import are_signs, decay_of
 from rasura.attacks.updates.pursuit.ordering import LONGEST, STARTS, Ordering, starts_of
 from rasura.attacks.updates.pursuit.signed import LONGEST as SIGNED_LONGEST
@@ -129,7 +131,8 @@ def _by_signs(seen: Observation, search: Signed, frequencies: Tensor) -> Reconst
     alone = texts == 1 and Grant.BATCH_SIZE in seen and len(search.bag) <= SIGNED_LONGEST
     text = search.text(_beginnings(seen, search, frequencies)) if alone else None
     if text is not None:
-        return Reconstruction((text,), "matched", details=details)
+        proof = prove(seen, [text])  # of AdamW's steps, where they can be repeated
+        return Reconstruction((text,), "matched", details=details) if proof is None else verified(proof, details)
     return Reconstruction((search.bag,) * texts, "matched", ordered=False, details=details)
 
 
@@ -143,6 +146,7 @@ def _beginnings(seen: Observation, search: Signed, frequencies: Tensor) -> list[
     else:
         sizes = inputs.float().norm(dim=1)
         single = [(int(word),) for word in (sizes > sizes.max() / 2).nonzero()]
+        frame = frame if {*frame} <= {*chain(*single)} else ()
     return [group for group in ([frame] if frame else [], single) if group]
 
 

@@ -95,8 +95,7 @@ class Signed:
         lowest = against.topk(min(LOOKED_AT, len(signs)), largest=False)
         self.words, self.signs = lowest.indices, signs[lowest.indices]
         self.place = {int(word): k for k, word in enumerate(self.words)}
-        following = self.words[lowest.values < 0].tolist()
-        self.bag = tuple(sorted(set(following) - seen.vocabulary.special_ids))
+        self.bag = tuple(sorted({*(against < 0).nonzero().flatten().tolist()} - seen.vocabulary.special_ids))
         if not self.bag:
             raise AttackFailed("no row of the output layer points against the others")
 
