@@ -72,6 +72,13 @@ def test_one_text_is_read_from_signs_in_its_order(family: str, defense: str, upd
     assert found.confidence == ("verified" if whole else "matched"), "what AdamW sends of a text can be repeated"
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_an_update_that_is_turned_around_tells_the_same(family: str) -> None:
+    seen = seen_of(family, "sign", [TEXT])
+    turned = {n: -g for n, g in seen.gradients.items()}
+    assert read(replace(seen, message=Message(turned))).tokens == read(seen).tokens
+
+
 def test_several_texts_have_one_bag_without_a_strange_word() -> None:
     found = read(seen_of("llama", "sign", [TEXT, OTHER]))
     named = set(found.tokens[0])

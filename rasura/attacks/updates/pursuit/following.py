@@ -1,4 +1,4 @@
-"""The words that follow in the texts of a causal model, from the noisy gradient of its output layer.
+"""The words that follow in the texts of a causal model, from the noisy gradient of its output layer or from its signs.
 
 That gradient is ``sum_t (p_t - onehot(y_t)) h_t^T``, up to a factor: the row of a word that follows at t is about ``-h_t``.
 Noise hides the entries of a row, but the states ``h_t`` of a public model are alike. Their mean has most of their size, a
@@ -98,7 +98,8 @@ def following_words(seen: Observation, rng: torch.Generator, budget: Budget) -> 
     states = states_of(seen, module, frequencies, rng)
     rows = gradient.float().cpu()
     if are_signs(seen, rows):
-        rows = rows - decay_of(seen) * seen.model.get_parameter(name).detach().float().cpu()
+        if decay := decay_of(seen):
+            rows = rows - decay * seen.model.get_parameter(name).detach().float().cpu()
         return _by_signs(seen, Signed(seen, module, rows.sign(), states, budget.level), frequencies)
     norms = rows.norm(dim=1)
     noise = announced_noise(seen)[0] or float(rows.flatten()[::97].abs().median()) / 0.6745
@@ -144,8 +145,8 @@ def _beginnings(seen: Observation, search: Signed, frequencies: Tensor) -> list[
     if inputs is None:
         single = [one for one in starts_of(seen, search.words[:STARTS].tolist(), frequencies) if one != frame]
     else:
-        sizes = inputs.float().norm(dim=1)
-        single = [(int(word),) for word in (sizes > sizes.max() / 2).nonzero()]
+        sizes = inputs.float().norm(dim=1).topk(min(SIGNED_LONGEST, len(inputs)))
+        single = [(int(word),) for word in sizes.indices[sizes.values > sizes.values[0] / 2]]
         frame = frame if {*frame} <= {*chain(*single)} else ()
     return [group for group in ([frame] if frame else [], single) if group]
 

@@ -89,6 +89,8 @@ class Signed:
         self.model, self.module, self.law, self.vocabulary = seen.model, module, states, len(signs)
         self.beam, self.rounds = BEAM[level], ROUNDS[level]
         common = signs.sum(0).sign()
+        if float(common @ states.mean) < 0:  # an update of the opposite sign: most rows lie along the states
+            signs, common = -signs, -common
         against = (signs @ common) / signs.shape[1]
         if float(against.median()) < ALIKE / math.sqrt(signs.shape[1]):
             raise AttackFailed("the signs of the output layer's rows do not agree, as in noise")
