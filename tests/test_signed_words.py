@@ -123,7 +123,7 @@ def test_signs_of_a_tied_embedding_are_no_gradient() -> None:
 def test_texts_of_a_real_decoder_are_read_from_signs(pretrained: Path, defense: str, update: str) -> None:
     victim = load(pretrained / "smollm2", "causal")
     local, wire = parse_update(update)
-    for seed, text in enumerate(("The patient was given 14 units of insulin .", "Please call Lena about her results .")):
+    for seed, text in enumerate(("The patient was given 14 units of insulin .", "it 's slow -- very , very slow .")):
         batch = encode([Example(text)], victim.tokenizer, "causal", max_length=64, num_labels=2)
         truth = step(
             victim.model, batch, (*parse_defense(defense), *wire), task="causal", vocabulary=victim.vocabulary,
@@ -131,3 +131,4 @@ def test_texts_of_a_real_decoder_are_read_from_signs(pretrained: Path, defense: 
         )  # fmt: skip
         found = Pursuit()(observe(truth, HONEST_SERVER), rng=generator(0), budget=Budget())
         assert found.tokens[0][1:] == batch.ids(0)[1:]
+        assert found.confidence == ("matched" if update == "fedsgd" else "verified")

@@ -132,8 +132,10 @@ def _by_signs(seen: Observation, search: Signed, frequencies: Tensor) -> Reconst
     alone = texts == 1 and Grant.BATCH_SIZE in seen and len(search.bag) <= SIGNED_LONGEST
     text = search.text(_beginnings(seen, search, frequencies)) if alone else None
     if text is not None:
-        proof = prove(seen, [text])  # of AdamW's steps, where they can be repeated
-        return Reconstruction((text,), "matched", details=details) if proof is None else verified(proof, details)
+        for whole in (text, text[1:]):  # the first word follows none, so that one too many may stand there
+            if proof := prove(seen, [whole]):  # of AdamW's steps, where they can be repeated
+                return verified(proof, details)
+        return Reconstruction((text,), "matched", details=details)
     return Reconstruction((search.bag,) * texts, "matched", ordered=False, details=details)
 
 
