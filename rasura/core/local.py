@@ -185,6 +185,10 @@ class Local:
         """Whether each entry is scaled by its own history, so that it carries little more than its sign."""
         return self.kind != "fedsgd" and self.round.optimizer == "adamw"
 
+    def decayed(self, size: int) -> float:
+        """The share of each weight that its own decay adds to what is sent of ``size`` texts."""
+        return (1 - self.round.kept(size)) / self.learning_rate
+
     def repeatable(self, size: int) -> bool:
         """Whether anyone who knows the ``size`` texts can repeat the steps: no hidden order, no dropout."""
         return self.kind == "fedsgd" or (self.round.mini_batches(size) == 1 and not self.round.dropout)

@@ -84,9 +84,9 @@ class AttackSpec(MethodSpec):
     tokens with which the cost grows. ``pairs``: on several texts of a classifier, the product of texts and tokens from which
     the cost grows with that product; 0: it does not. ``causal_seconds``: in place of ``seconds`` on causal models, if it
     does something else there. ``work``: the factor of each budget level. ``portfolio``: what it runs, if it is one.
-    ``embedding``: it reads only the gradient of the word embedding. ``protection``: it reads the protection
-    itself, so it cannot run without one. ``knows``: the protections of other packages that it is written for, which name it
-    in ``known_by``.
+    ``tasks``: those of the models that it applies to. ``embedding``: it reads only the gradient of the word embedding.
+    ``protection``: it reads the protection itself, so it cannot run without one. ``knows``: the protections of other
+    packages that it is written for, which name it in ``known_by``.
     """
 
     make: Callable[[], Attack[Reconstruction]]

@@ -79,11 +79,10 @@ def _settled(guess: Reconstruction, seen: Observation) -> bool:
     return guess.confidence == "span" or (seen.task == "causal" and check(seen, guess.tokens)[0] <= ROUNDED)
 
 
-def _orders(guess: Reconstruction, bag: Reconstruction, seen: Observation) -> bool:
-    """Whether ``guess`` is one text in order with all words of ``bag``, which is surer of them and has no order."""
-    if bag.ordered or len(bag.tokens) != 1 or len(guess.tokens) != 1 or _rank(guess, seen)[2] < 2:
-        return False
-    return {*bag.tokens[0]} <= {*guess.tokens[0], UNKNOWN}
+def _orders(guess: Reconstruction, bag: Reconstruction) -> bool:
+    """Whether ``guess`` is one text with all words of ``bag``, which is surer of them and has no order."""
+    alone = len(bag.tokens) == len(guess.tokens) == 1
+    return alone and not bag.ordered and {*bag.tokens[0]} <= {*guess.tokens[0], UNKNOWN}
 
 
 def matching(seen: Observation) -> Callable[[], GradientMatching]:
@@ -148,7 +147,8 @@ class Best:
                 best, winner = guess, attack.name
                 break
             own_rank = _rank(guess, seen)
-            if rank is None or best is None or own_rank > rank or _orders(guess, best, seen):
+            fits = own_rank[2] == 2
+            if rank is None or best is None or own_rank > rank or (fits and _orders(guess, best)):
                 best, winner, rank = guess, attack.name, own_rank
             if seen.task == "causal" and guess.details.get("signs"):
                 break  # no attack behind reads signs of a causal model

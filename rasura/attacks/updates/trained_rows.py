@@ -93,9 +93,7 @@ def against(change: Tensor, weights: Tensor, decay: float) -> Tensor:
 def opposed(seen: Observation, name: str, change: Tensor, size: int) -> Reconstruction:
     """The bag of ``size`` texts from the ``change`` of an output layer ``name``, which may be the word embedding: words that
     follow in the texts, as far as their rows stand out (``matched``). Raises ``AttackFailed`` where none does."""
-    local = announced_update(seen)
-    decay = 0.0 if local.kind == "fedsgd" else (1 - local.round.kept(size)) / local.learning_rate
-    rows = against(change, weights_of(seen, name), decay).tolist()
+    rows = against(change, weights_of(seen, name), announced_update(seen).decayed(size)).tolist()
     bag = tuple(sorted(set(rows) - seen.vocabulary.special_ids))
     if not bag:
         raise AttackFailed("no word's row moved against what its weights predict")

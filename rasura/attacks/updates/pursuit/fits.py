@@ -77,7 +77,4 @@ def are_signs(seen: Observation, rows: Tensor) -> bool:
 def decay_of(seen: Observation) -> float:
     """The share of each weight that AdamW adds to what it sends, as the weights' own decay; 0 for other updates."""
     local = announced_update(seen)
-    if not local.adaptive:
-        return 0.0
-    size = seen.batch_size if Grant.BATCH_SIZE in seen else 1
-    return (1 - local.round.kept(size)) / local.learning_rate
+    return local.decayed(seen.batch_size if Grant.BATCH_SIZE in seen else 1) if local.adaptive else 0.0

@@ -81,7 +81,7 @@ class Rows:
 
 def following_words(seen: Observation, rng: torch.Generator, budget: Budget) -> Reconstruction:
     """The bag of words that follow in the texts of ``seen``, an update of a causal model, given once for every text. Of a
-    single text of few words, the words in order where one explains the gradient (not with the budget ``quick``).
+    single text of few words, the words in order where one explains the gradient (in noise not with the budget ``quick``).
 
     Raises ``NotApplicable`` where the output layer's gradient is not visible as a whole, ``AttackFailed`` where no word
     stands out.

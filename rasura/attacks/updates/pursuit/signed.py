@@ -117,10 +117,14 @@ class Signed:
                 break
         return text
 
+    def _agreement(self, rows: Tensor) -> Tensor:
+        """How much each of ``rows`` ``(words, width)`` agrees with its signs, from -1 to 1: ``(words,)``."""
+        return (rows.sign() * self.signs).mean(1)
+
     def _fit(self, text: tuple[int, ...], rows: Tensor) -> tuple[float, Tensor]:
         """The sum of the agreement of ``rows`` ``(words, width)`` with the signs, and that of each: ``(words,)``. The row of
         a word that only begins the text does not count: a tied embedding has its input gradient as well."""
-        agreement = (rows.sign() * self.signs).mean(1)
+        agreement = self._agreement(rows)
         if text[0] in self.place and text[0] not in text[1:]:
             agreement[self.place[text[0]]] = 0.0
         return float(agreement.sum()), agreement
@@ -136,8 +140,7 @@ class Signed:
     def _lost(self, state: Tensor, chances: Tensor, rows: Tensor) -> Tensor:
         """The agreement that each word's row loses where the word follows ``state``: ``(words,)``, none above 0. A row that
         does not agree has none to lose."""
-        before = (rows.sign() * self.signs).mean(1)
-        after = ((rows + (chances - 1)[:, None] * state).sign() * self.signs).mean(1)
+        before, after = self._agreement(rows), self._agreement(rows + (chances - 1)[:, None] * state)
         return torch.where(before > AGREES, after - before, 0.0).clamp(max=0)
 
     def _read(self, starts: Sequence[tuple[int, ...]]) -> Judged:
