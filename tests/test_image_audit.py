@@ -80,15 +80,17 @@ def test_a_plan_of_images_takes_images_defaults_and_refuses_texts() -> None:
     assert plan.model == "lenet" and plan.attacks == registry.for_task(registry.ATTACKS, "vision") and plan.checked() == plan
     assert json.dumps(plan.canonical())
     for wrong, message in (
-        ({"attacks": ("span",)}, "attack span reads texts"),
+        ({"attacks": ("span",)}, "attack span is for texts"),
         ({"metrics": ("rouge1",)}, "unknown metric"),
         ({"texts": ("a",)}, "takes images"),
         ({"model": "minilmm"}, "neither a known image model"),
     ):
         with pytest.raises(InputError, match=message):
             Audit(Plan(task="vision", **wrong))  # type: ignore[arg-type]
-    with pytest.raises(InputError, match="reads images; pass --task vision"):
+    with pytest.raises(InputError, match="is for images; pass --task vision"):
         Plan(attacks=("inverting-gradients",)).checked()
+    with pytest.raises(InputError, match="attack labels is for classifiers of texts; on causal: blind, "):
+        Plan(task="causal", attacks=("labels",)).checked()
 
 
 def test_the_command_refuses_bad_folders_in_one_line(tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ def test_defenses_of_the_message_work_on_images(defense: str) -> None:
 def test_defenses_of_language_models_are_refused(defense: str) -> None:
     with pytest.raises(InputError):
         sent(defense=defense)
-    with pytest.raises(InputError, match="is for language models"):
+    with pytest.raises(InputError, match="is for texts"):
         Plan(task="vision", defenses=(defense,)).checked()
 
 

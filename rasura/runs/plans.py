@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 from rasura.core.interfaces import Budget, InputError
 from rasura.core.options import known
-from rasura.core.specs import IMAGES, AttackSpec, DefenseSpec
+from rasura.core.specs import CLASSIFIERS, IMAGES, AttackSpec, DefenseSpec
 from rasura.core.values import Task
 from rasura.registry import ATTACKS, REGISTERED, Methods, for_task, metric, named, parse_update, parts, usual_metrics
 from rasura.runs.fields import toml, typed
@@ -147,13 +147,9 @@ class Plan:
         if self.task in spec.tasks:
             return
         images = spec.tasks == IMAGES
-        what = (
-            ("reads images" if images else "reads texts")
-            if kind == "attack"
-            else ("is for images" if images else "is for language models")
-        )
+        what = "images" if images else "classifiers of texts" if spec.tasks == CLASSIFIERS else "texts"
         others = f"on {'images' if self.task == 'vision' else self.task}: {', '.join(for_task(methods, self.task))}"
-        raise InputError(f"{kind} {spec.name} {what}; {'pass --task vision' if images else others}")
+        raise InputError(f"{kind} {spec.name} is for {what}; {'pass --task vision' if images else others}")
 
     def _of_images(self) -> Plan:
         """This plan, with the defaults for images in place of the defaults for texts."""

@@ -12,7 +12,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from rasura.core.interfaces import AttackFailed, Budget, NotApplicable
-from rasura.core.specs import AttackSpec
+from rasura.core.specs import CLASSIFIERS, AttackSpec
 from rasura.core.values import Grant, Observation, Reconstruction, Vocabulary
 from rasura.victims.models import Linear, layer_inputs, one_class_each, parts
 
@@ -179,6 +179,7 @@ SPEC = AttackSpec(
     about="recovers the labels from the gradient of the classifier",
     source="Zhao et al. 2020 (iDLG), sec. 3; Wainakh et al. 2022 (LLG), sec. 4",
     make=LabelRecovery,
+    tasks=CLASSIFIERS,
     seconds=0.5,
     work={"quick": 1.0, "default": 1.0, "paper": 1.0},
 )
