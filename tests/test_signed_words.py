@@ -14,12 +14,13 @@ from following_setting import OTHER, TEXT, read, seen_of
 from rasura.attacks.updates.best import Best
 from rasura.attacks.updates.embedding_rows import EmbeddingRows
 from rasura.attacks.updates.pursuit import Pursuit
+from rasura.attacks.updates.pursuit.fits import are_signs
 from rasura.attacks.updates.pursuit.signed import Signed
 from rasura.attacks.updates.pursuit.states import frequencies_of, output_of, states_of
 from rasura.core.interfaces import AttackFailed, Budget
 from rasura.core.rng import generator
 from rasura.core.threat import HONEST_SERVER, observe
-from rasura.core.values import Message, Observation
+from rasura.core.values import Grant, Message, Observation
 from rasura.data.text import Example, encode
 from rasura.registry import parse_defense, parse_update
 from rasura.testing.tiny import CLS
@@ -70,6 +71,33 @@ def test_one_text_is_read_from_signs_in_its_order(family: str, defense: str, upd
     assert found.ordered and found.tokens[0][1:] == tuple(text[1:])
     whole = found.tokens[0] == tuple(text) and update != "fedsgd"
     assert found.confidence == ("verified" if whole else "matched"), "what AdamW sends of a text can be repeated"
+
+
+def unannounced(seen: Observation) -> Observation:
+    return replace(seen, granted={name: value for name, value in seen.granted.items() if name != Grant.MECHANISM})
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_steps_of_adamw_are_recognised_where_nobody_names_them(family: str, steps: int) -> None:
+    """They were taken for a gradient, and a search of minutes named nothing."""
+    seen = unannounced(seen_of(family, "none", [TEXT], f"fedavg-adamw:{steps}:0.0001"))
+    found = read(seen)
+    assert found.details["signs"] and found.confidence == "matched" and {*found.tokens[0]} <= {*TEXT}
+    assert family == "gpt2" or found.tokens[0][1:] == tuple(TEXT[1:])
+    for defense, update in (("none", "fedsgd"), ("gaussian:0.1", "fedsgd"), ("none", "fedavg-sgd:4:0.01")):
+        other = unannounced(seen_of(family, defense, [TEXT], update))
+        assert not any(are_signs(other, g) for g in other.gradients.values() if g.ndim == 2)
+
+
+def test_rows_that_are_little_but_decay_name_nothing() -> None:
+    """Three such rows were named as words of a text (AdamW's steps on SmolLM2-135M)."""
+    seen = seen_of("llama", "sign", [TEXT])
+    name = f"{output_of(seen.model)}.weight"
+    rows = seen.gradients[name].clone()
+    rows[[50, 51]] = -1e-3 * rows.sum(0).sign()
+    found = read(replace(seen, message=Message({**seen.gradients, name: rows})))
+    assert {*found.tokens[0]} == {*TEXT}
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])

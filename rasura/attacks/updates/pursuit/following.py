@@ -100,7 +100,7 @@ def following_words(seen: Observation, rng: torch.Generator, budget: Budget) -> 
     if are_signs(seen, rows):
         if decay := decay_of(seen):
             rows = rows - decay * seen.model.get_parameter(name).detach().float().cpu()
-        return _by_signs(seen, Signed(seen, module, rows.sign(), states, budget.level), frequencies)
+        return _by_signs(seen, Signed(seen, module, rows, states, budget.level), frequencies)
     norms = rows.norm(dim=1)
     noise = announced_noise(seen)[0] or float(rows.flatten()[::97].abs().median()) / 0.6745
     deviation = max(noise, FLOOR * float(norms.max()) / math.sqrt(rows.shape[1]))
