@@ -343,6 +343,25 @@ def test_masks_that_clients_cannot_agree_on_are_refused(keys: Keys) -> None:
     assert [p.mechanism.name for p in local_part("dropout:0.1+gaussian:0.1+frozen-blocks:1")] == ["dropout", "frozen-blocks"]
 
 
+def test_what_a_protection_freezes_is_not_sent_changed() -> None:
+    for defense, frozen in (
+        ("frozen-embeddings+gaussian:0.1", ".embeddings."),
+        ("frozen-blocks:1+sealing:all/by=secagg", ".layer.0."),
+    ):
+        agreed = agree(defense, model())
+        names = {n for n in agreed.start if ".embeddings." in n or frozen in n}
+        assert agreed.frozen == names
+        before = opened(agreed, agreed.start, b"")
+        with pytest.raises(InputError, match=r"^frozen-\S+ leaves bert\.embeddings\.\S+ as it is, .* local_part"):
+            protected(agreed, Ticket(1, "n", 0, FIRST), before, trained(0, dict(before.weights)), 1)
+    agreed = agree("frozen-embeddings", model())
+    before = opened(agreed, agreed.start, b"")
+    kept = {n: t for n, t in before.weights.items() if n in agreed.frozen}
+    sent = from_bytes(protected(agreed, Ticket(1, "n", 0, FIRST), before, trained(0, dict(before.weights)) | kept, 1)[0])
+    assert not any(bool(sent.gradients[n].any()) for n in kept)
+    assert bool(sent.gradients["classifier.weight"].any())
+
+
 def test_other_protections_act_on_the_update_and_go_with_sealing(keys: Keys) -> None:
     side = Side("pruning:0.9+sealing:param=0.5/scheme=bfv", keys)
     data = [(c, side.message(1, c), 1.0) for c in range(2)]

@@ -23,6 +23,7 @@ from rasura.defenses.secure_aggregation.messages import HEAD
 from rasura.integrations.flower.library import log
 from rasura.integrations.flower.scales import LEAST, MOST, Scale, each
 from rasura.registry import parse_defense, parts
+from rasura.victims.step import defended
 
 MIN_CLIENTS = 3
 """Minimum number of clients in a round. With two, each could subtract its own update from the sum and obtain the other's."""
@@ -40,7 +41,8 @@ class Agreement:
     for every name, or empty; ``keys``: the scheme's context, the clients' secret one or the server's public one. ``masked``:
     true where an entry is summed securely instead. ``least``: a client never opens a sum of fewer clients. ``noise``:
     the deviation of the noise in the sum, as a multiple of ``clip``, the largest norm of a client's update; ``identities``:
-    the public keys of all who may take part, empty where that is not checked.
+    the public keys of all who may take part, empty where that is not checked. ``frozen``: the names that ``defense`` leaves
+    as they are; what the app trained of them is never sent.
 
     The mask is made once, from the public start, so it reveals nothing about any text and is the same in every round.
     Raises ``InputError`` for noise under a mask with holes: it would bound nothing of the entries that are sent clear.
@@ -57,6 +59,7 @@ class Agreement:
     noise: float = 0.0
     clip: float = 1.0
     identities: tuple[bytes, ...] = ()
+    frozen: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         if not self.noise:
@@ -150,6 +153,7 @@ def agree(
             raise InputError(f"{name} is in {kind}, which Flower's arrays cannot hold; load the model in float32")
     wanted = _checked(defense)
     sealed: dict[str, Tensor] = {}
+    frozen = _frozen(defense, model, start)
     if wanted:
         settings = sealing.parsed(wanted[0])
         if settings.scheme == "none":
@@ -160,7 +164,7 @@ def agree(
         if settings.scheme == "secagg":
             masked = _mask(defense, settings, model, start, seed)
             digest = mask_digest({n: ~m for n, m in masked.items()})
-            sums = (masked, min_clients, settings.noise, settings.clip, identities)
+            sums = (masked, min_clients, settings.noise, settings.clip, identities, frozen)
             return Agreement(defense, start, {}, None, _digest(start, classes), digest, *sums)
         if keys is None:
             raise InputError("sealing needs keys; make them with rasura keys, and pass clients.secret or server.public")
@@ -168,7 +172,8 @@ def agree(
             raise InputError(f"the keys are for {keys.parameters.scheme}, but the defense seals with {settings.scheme}")
         sealed = _mask(defense, settings, model, start, seed)
     mask = mask_digest({n: ~m for n, m in sealed.items()})
-    return Agreement(defense, start, sealed, keys if wanted else None, _digest(start, classes), mask, least=min_clients)
+    held = keys if wanted else None
+    return Agreement(defense, start, sealed, held, _digest(start, classes), mask, least=min_clients, frozen=frozen)
 
 
 def _checked(defense: str) -> list[str]:
@@ -187,6 +192,13 @@ def _checked(defense: str) -> list[str]:
             f"defense {defense!r}: {', '.join(behind)} would change the clear entries alone; write it before sealing"
         )
     return wanted
+
+
+def _frozen(defense: str, model: nn.Module, start: Mapping[str, Tensor]) -> frozenset[str]:
+    """The names in ``start`` that ``defense`` freezes."""
+    with defended(model, local_part(defense)) as kept:
+        trained = {n for n, p in kept.named_parameters() if p.requires_grad}
+    return frozenset(start) - trained
 
 
 def _mask(

@@ -103,8 +103,9 @@ def protected(
     """The message of a client whose training changed ``before`` into ``trained``, and figures about it.
 
     The update (received weights minus trained) goes through the AGGREGATE part of the defense as if it were one text, which
-    protects the client as a whole, and then through the WIRE part. Raises ``InputError`` for other names or shapes, and for
-    weights that are not finite. ``masking``: this client's part in a secure sum, where the agreement has one.
+    protects the client as a whole, and then through the WIRE part. Raises ``InputError`` for other names or shapes, for
+    weights that are not finite, and where the app trained what the defense freezes. ``masking``: this client's part in a
+    secure sum, where the agreement has one.
     """
     start = time.process_time()
     if set(trained) != set(agreement.start):
@@ -114,6 +115,11 @@ def protected(
         if trained[name].shape != weight.shape or not bool(torch.isfinite(trained[name]).all()):
             raise InputError(f"the trained {name} has another shape, or entries that are not finite numbers")
         update[name] = weight - trained[name].to(weight.dtype)
+        if name in agreement.frozen and bool(update[name].any()):
+            raise InputError(
+                f"{agreement.defense} leaves {name} as it is, but the app trained it; take its steps by rasura.step with "
+                "local_part(defense), or freeze it in the model"
+            )
     share = ticket.share(examples)
     header: dict[str, Parameter] = {"round": ticket.round, "nonce": ticket.nonce, "start": agreement.start_digest}
     scales: Mapping[str, float] = {}
