@@ -97,6 +97,20 @@ def test_peft_files_have_no_adapter_name(tmp_path: Path, adapted: Victim) -> Non
     assert check(tmp_path, adapted, update) == notes  # the folder of the file
 
 
+def test_of_several_adapters_a_file_must_name_its_own(tmp_path: Path, adapter_folder: Path) -> None:
+    both = load(adapter_folder, "classification")
+    both.model.add_adapter("other", peft.LoraConfig(task_type="SEQ_CLS", target_modules=["query", "value"], r=4))
+    for active in ("default", "other"):
+        both.model.set_adapter(active)
+        update = sent(both)
+        assert any(f".{active}." in n for n in update)
+        save_file(update, tmp_path / f"{active}.safetensors")
+        check(tmp_path / f"{active}.safetensors", both, update)
+    save_file(peft_state(both, update), tmp_path / "unnamed.safetensors")
+    with pytest.raises(InputError, match=r"fits several adapters of the model .*default.*other.*; pass a model"):
+        open_update(tmp_path / "unnamed.safetensors", both)
+
+
 def test_lists_of_flower_have_no_names(tmp_path: Path, adapted: Victim) -> None:
     app = pytest.importorskip("flwr.app")
     update = sent(adapted)

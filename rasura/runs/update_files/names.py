@@ -93,7 +93,7 @@ def targets(source: Source, model: nn.Module) -> tuple[list[str | None], tuple[s
 
     Raises ``InputError`` for a name without a match in the model.
     """
-    own = _own(model)
+    own, several = _own(model)
     names = [plain(entry.name or "") for entry in source.entries]
     off, on = _shift(names, own, source)
     buffers = {plain(n) for n, _ in model.named_buffers()}
@@ -101,6 +101,8 @@ def targets(source: Source, model: nn.Module) -> tuple[list[str | None], tuple[s
     for name, entry in zip(names, source.entries):
         short = on + name.removeprefix(off)
         target = own.get(short) if name.startswith(off) else None
+        if target is not None and short in several:
+            target = _named(str(entry.name), on + str(entry.name).removeprefix(off), several[short], source)
         if target is None and short not in buffers and name.rsplit(".", 1)[-1] not in COUNTED:
             raise InputError(_unknown(str(entry.name), source, model))
         out.append(target)
@@ -109,15 +111,26 @@ def targets(source: Source, model: nn.Module) -> tuple[list[str | None], tuple[s
     return out, (f"names: {'; '.join(changes)}",) if changes else ()
 
 
-def _own(model: nn.Module) -> dict[str, str]:
-    """The model's parameters by plain name; tied parameters under each of their names."""
+def _named(name: str, whole: str, adapters: Sequence[str], source: Source) -> str:
+    """The one of ``adapters`` whose name is ``whole``. Raises ``InputError`` if the file does not say which."""
+    if whole in adapters:
+        return whole
+    raise InputError(
+        f"{source.file}: {name[:200]} fits several adapters of the model ({', '.join(adapters)}); pass a model with "
+        "the adapter of the update alone"
+    )
+
+
+def _own(model: nn.Module) -> tuple[dict[str, str], dict[str, list[str]]]:
+    """The model's parameters by plain name; tied parameters under each of their names. And those that share a plain name, as
+    those of several adapters do."""
     first = {id(p): n for n, p in model.named_parameters()}
-    out: dict[str, str] = {}
+    out: dict[str, list[str]] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
         # The copy that an adapter trains is the parameter; what it replaces is not.
-        if ".original_module." not in name:
-            out[plain(name)] = first[id(p)]
-    return out
+        if ".original_module." not in name and first[id(p)] not in out.setdefault(plain(name), []):
+            out[plain(name)].append(first[id(p)])
+    return {n: found[0] for n, found in out.items()}, {n: found for n, found in out.items() if len(found) > 1}
 
 
 def _shift(names: Sequence[str], own: Mapping[str, str], source: Source) -> tuple[str, str]:
