@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from rasura.accounting import Draw, Ledger, Run, epsilon
 from rasura.accounting.ledger import counted
+from rasura.core.rounding import above
 from rasura.registry import parse_defense
 
 pytest.importorskip("dp_accounting")
@@ -74,22 +76,50 @@ def test_a_state_that_ended_early_is_loaded_as_if_all_had_been_made() -> None:
     assert later.releases == 12 and later.spent().epsilon == made.planned.epsilon
 
 
-def test_a_trainer_that_a_callback_ends_states_its_plan(tmp_path: Path) -> None:
-    """Hugging Face's EarlyStoppingCallback looks at the loss of a model that learned from the texts."""
+def trainer_of_five_steps(folder: Path, at_two: Callable[[Any], None]) -> Any:
+    """A trainer whose callback does ``at_two`` with the control after two steps."""
     from private_setting import DATA, collate
     from transformers import TrainerCallback, TrainingArguments
 
     from rasura import PrivateTrainer
     from rasura.testing.tiny import tiny
 
-    class Ends(TrainerCallback):  # type: ignore[misc]  # transformers has no types here
+    class Looks(TrainerCallback):  # type: ignore[misc]  # transformers has no types here
         def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-            control.should_training_stop = state.global_step == 2
+            if state.global_step == 2:
+                at_two(control)
 
-    args = TrainingArguments(str(tmp_path), per_device_train_batch_size=6, max_steps=5, report_to=[], use_cpu=True)
+    args = TrainingArguments(
+        str(folder), per_device_train_batch_size=6, max_steps=5, save_steps=2, logging_steps=1, report_to=[], use_cpu=True
+    )
     model = tiny("bert", "classification", num_labels=2)
-    trainer = PrivateTrainer(model, args, collate, DATA, defense="dp-sgd:1.0", delta=1e-3, callbacks=[Ends()])
+    return PrivateTrainer(model, args, collate, DATA, defense="dp-sgd:1.0", delta=1e-3, callbacks=[Looks()])
+
+
+def states_its_plan(trainer: Any) -> bool:
+    found = trainer.guarantee
+    said = any(NOT_MADE in one for one in found.warnings)
+    return trainer.ledger.releases == 2 and said and found.epsilon == epsilon(1.0, 6 / 24, 5, 1e-3)
+
+
+def test_a_trainer_that_a_callback_ends_states_its_plan(tmp_path: Path) -> None:
+    """Hugging Face's EarlyStoppingCallback looks at the loss of a model that learned from the texts."""
+    trainer = trainer_of_five_steps(tmp_path, lambda control: setattr(control, "should_training_stop", True))
     trainer.train()
-    assert trainer.ledger is not None and trainer.ledger.releases == 2 and trainer.guarantee is not None
-    assert trainer.guarantee.epsilon == epsilon(1.0, 6 / 24, 5, 1e-3)
-    assert any(NOT_MADE in said for said in trainer.guarantee.warnings)
+    assert states_its_plan(trainer)
+    # What stays of the run says so as well: the last log, and the ledger beside the weights.
+    first, *_, last = [log["epsilon"] for log in trainer.state.log_history]
+    assert first < epsilon(1.0, 6 / 24, 2, 1e-3) and last == float(above(trainer.guarantee.epsilon))
+    assert counted(tmp_path / "checkpoint-2" / "rasura_ledger.json") == trainer.guarantee
+
+
+def test_a_trainer_that_an_error_ends_states_its_plan(tmp_path: Path) -> None:
+    """A search prunes a trial by an exception, whose callback looked at a figure; and a text may cause an error itself."""
+
+    def pruned(control: Any) -> None:
+        raise ArithmeticError("pruned")
+
+    trainer = trainer_of_five_steps(tmp_path, pruned)
+    with pytest.raises(ArithmeticError, match="pruned"):
+        trainer.train()
+    assert states_its_plan(trainer)

@@ -182,10 +182,16 @@ class PrivateTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
             self._check_newest(Path(str(place)))
             if self.canaries is not None:
                 self.canaries.load(Path(str(place)) / CANARIES)
-        done = super().train(resume_from_checkpoint, ignore_keys_for_eval=ignore_keys_for_eval)
+        try:
+            return super().train(resume_from_checkpoint, ignore_keys_for_eval=ignore_keys_for_eval)
+        finally:
+            self._end_early()
+
+    def _end_early(self) -> None:
+        """Tell the ledger of an end before the plan: by a callback, which may have looked at figures of the model, or by an
+        error, which a text may have caused."""
         if self.ledger is not None and self.state.global_step < self.state.max_steps:
-            self.ledger.end()  # by a callback, which may have looked at figures of the model
-        return done
+            self.ledger.end()
 
     def _check_newest(self, place: Path) -> None:
         """Raises ``InputError`` where a checkpoint beside ``place``, or in the output folder, holds more releases, or is
@@ -205,6 +211,8 @@ class PrivateTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
                     )
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        if self.control.should_training_stop:
+            self._end_early()
         super()._save_checkpoint(model, trial)
         folder = Path(self._get_output_dir(trial=None)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         if self.ledger is not None:
@@ -213,8 +221,10 @@ class PrivateTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
             self.canaries.save(folder / CANARIES)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """As ``Trainer.log``, with the epsilon of the releases made so far, if there is a guarantee. It is rounded up to the
-        four digits that a Trainer prints."""
+        """As ``Trainer.log``, with the epsilon of the releases made so far, or of the whole plan where a callback ended it
+        early, if there is a guarantee. It is rounded up to the four digits that a Trainer prints."""
+        if self.control.should_training_stop:
+            self._end_early()
         found = self.guarantee
         if found is not None and found.epsilon is not None:
             logs = {**logs, "epsilon": float(above(found.epsilon))}
