@@ -111,6 +111,8 @@ def test_a_trainer_that_a_callback_ends_states_its_plan(tmp_path: Path) -> None:
     first, *_, last = [log["epsilon"] for log in trainer.state.log_history]
     assert first < epsilon(1.0, 6 / 24, 2, 1e-3) and last == float(above(trainer.guarantee.epsilon))
     assert counted(tmp_path / "checkpoint-2" / "rasura_ledger.json") == trainer.guarantee
+    trainer.save_model(str(tmp_path / "saved"))
+    assert counted(tmp_path / "saved" / "rasura_ledger.json") == trainer.guarantee
 
 
 def test_a_trainer_that_an_error_ends_states_its_plan(tmp_path: Path) -> None:

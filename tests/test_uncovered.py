@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from audit_setting import model_folder
+from private_setting import DATA, collate
 from torch.utils.data import DataLoader
 from training_setting import notes, text
 
@@ -82,6 +84,32 @@ def test_a_model_that_was_trained_before_is_named(tmp_path: Path, model_folder: 
     assert "was itself trained by rasura train, under none" in said and "counts beside this guarantee" in said
 
 
+def test_a_checkpoint_of_a_trainer_is_named(tmp_path: Path, model_folder: Path) -> None:
+    """A new Trainer on the weights of an earlier one stated its own releases, as if the texts were new to the model."""
+    from transformers import AutoModelForSequenceClassification, TrainingArguments
+
+    def trained(model: Path, out: str, resume: bool = False) -> Any:
+        args = TrainingArguments(str(tmp_path / out), max_steps=2 + 2 * resume, save_steps=2, report_to=[], use_cpu=True)
+        loaded = AutoModelForSequenceClassification.from_pretrained(str(model), attn_implementation="eager")
+        trainer = rasura.PrivateTrainer(loaded, args, collate, DATA[:9], defense="dp-sgd:1.0", delta=1e-3)
+        trainer.train(resume_from_checkpoint=resume or None)
+        return trainer.guarantee
+
+    kept = tmp_path / "first" / "checkpoint-2"
+    assert trained(model_folder, "first").warnings == ()
+    (said,) = trained(kept, "second").warnings
+    assert said.startswith(f"{kept} was itself trained by PrivateTrainer, under dp-sgd (2 releases): for a text")
+    assert counted(tmp_path / "second" / "checkpoint-2" / "rasura_ledger.json").warnings == (said,)
+    for file in model_folder.glob("*token*"):
+        shutil.copy(file, kept)
+    assert warnings(tmp_path, notes(tmp_path), kept) == [said]
+    resumed = trained(kept, "first", resume=True)  # its ledger counts what was released before
+    assert (resumed.steps, resumed.warnings) == (4, ())
+    (kept / "rasura_ledger.json").write_text("{}")
+    (said,) = trained(kept, "third").warnings
+    assert "its ledger cannot be read" in said
+
+
 def test_a_training_without_a_guarantee_has_nothing_to_limit(tmp_path: Path, model_folder: Path) -> None:
     assert warnings(tmp_path, with_copies(tmp_path, 6, 5), model_folder, "gaussian:0.1", holdout=0.3) == []
 
@@ -106,6 +134,8 @@ def test_a_loop_names_the_texts_that_it_met_in_several_rows(defense: str) -> Non
     for broken in ([1], 3, [1, -1], None):
         with pytest.raises(InputError, match="copies"):
             read({**state, "copies": broken})
+    with pytest.raises(InputError, match="invalid numbers"):
+        read({**state, "earlier": 3})
 
 
 def _looped(defense: str, rows: list[Any], *, begin: bool = True, extra: int = 0) -> Any:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from rasura.accounting.compositions import BANDED, DIRECTIONAL, FORMAL, POISSON, composition
@@ -278,23 +278,3 @@ def _worded(kind: str, figures: Guarantee, planned: bool, run: Run, notes: list[
         steps=figures.steps, sampling=figures.sampling, otherwise=(figures.epsilon or 0.0, figures.delta or 0.0),
         warnings=(*voids, *notes),
     )  # fmt: skip
-
-
-def beside(found: Guarantee, unmade: int, copies: tuple[int, int]) -> Guarantee:
-    """``found``, which says how many of the releases that count were ``unmade``, and of ``copies`` as ``of_copies`` does."""
-    if found.epsilon is None and found.otherwise is None:
-        return found
-    ended = (
-        f"{unmade} of these were not made: the training ended before its plan. They count, since when it ended may depend "
-        "on the texts"
-    )
-    return replace(found, warnings=(*found.warnings, *([ended] if unmade else []), *of_copies(*copies, "at least ")))
-
-
-def of_copies(texts: int, most: int, least: str = "") -> list[str]:
-    """What to say of ``texts`` in several rows each, up to ``most``; nothing of none. ``least``: if there may be more."""
-    says = (
-        f"the guarantee is for one row, and {least}{texts} different training texts stand in several, one in {least}{most}. "
-        "Such a text has up to as many times the epsilon as rows, at a delta that grows by far more. Remove the copies"
-    )
-    return [says] if texts else []

@@ -11,13 +11,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from rasura.accounting.beside import beside
 from rasura.accounting.compositions import BANDED, composition
-from rasura.accounting.guarantees import Guarantee, Run, beside, guarantee, planned_releases, stated
-from rasura.accounting.releases import UNPROVEN, Counted, Draw, Release
+from rasura.accounting.guarantees import Guarantee, Run, guarantee, planned_releases, stated
+from rasura.accounting.releases import UNPROVEN, Counted, Draw, Release, alike
 from rasura.core.errors import InputError
 from rasura.core.values import Mechanism
 
-VERSION = 1
+VERSION, STATED = 1, {"unit", "unmade", "copies", "earlier"}
+"""Of a state; and the entries that it has only where there is something to say."""
 
 
 class Ledger:
@@ -42,6 +44,7 @@ class Ledger:
         self.runs: list[Counted] = []
         self.unmade: list[Counted] = []
         self.copies = (0, 0)  # texts that were seen in several rows, and in how many at most
+        self.earlier = ""  # what to say of an earlier training of the model, whose releases are not counted here
         self._passes = 0
         self._check_target(self.planned)
 
@@ -137,7 +140,7 @@ class Ledger:
         if self.formal is not None and release.sampling == "unknown":
             release = replace(release, rate=max(release.rate or 0.0, self.run.rate))
         self.room(Draw(release.sampling, release.rate, release.number, release.separation))
-        if self.target is not None and not any(_alike(release, planned) for planned, _ in self._plan):
+        if self.target is not None and not any(alike(release, planned) for planned, _ in self._plan):
             self._check_target(self._whole([*self.runs, (release, 1)], self._passes), "with a release apart from the plan, ")
         if release.sampling == "fixed" and release.number is not None:
             self._passes = release.number  # a pass begins with its first release: a look at a batch is none
@@ -165,7 +168,7 @@ class Ledger:
         """The guarantee of the releases made; after ``end``, of the whole plan."""
         carrier = None if self.formal is None else self.formal.name
         found = stated([*self.runs, *self.unmade], self.run, carrier=carrier, why=self.why, planned=False)
-        return beside(found, self._not_made, self.copies)
+        return beside(found, self._not_made, self.copies, self.earlier)
 
     @property
     def _not_made(self) -> int:
@@ -177,6 +180,7 @@ class Ledger:
             **({} if self.run.unit == "text" else {"unit": self.run.unit}),
             **({"unmade": self._not_made} if self.unmade else {}),
             **({"copies": list(self.copies)} if any(self.copies) else {}),
+            **({"earlier": self.earlier} if self.earlier else {}),
             "version": VERSION, "examples": self.run.examples, "batch_size": self.run.batch_size, "delta": self.run.fails,
             "passes": self._passes, "defense": [m.name for m in self.defense],
             "runs": [{"release": release.to_dict(), "count": count} for release, count in [*self.runs, *self.unmade]],
@@ -207,6 +211,7 @@ class Ledger:
         says = "the loaded releases count as well. Plan fewer epochs, or pass more noise in place of a target; now it is "
         self._check_target(whole, says)
         self.runs, self._passes, self.planned, self.copies = runs, passes, whole, copies_in(state)
+        self.earlier = state.get("earlier", "")
 
     def save(self, path: str | Path) -> None:
         """Write ``state_dict`` as JSON."""
@@ -215,12 +220,6 @@ class Ledger:
     def load(self, path: str | Path) -> None:
         """``load_state_dict`` of what ``save`` wrote. Raises ``InputError`` if the file is missing or not a ledger."""
         self.load_state_dict(parsed(path)[0])
-
-
-def _alike(release: Release, planned: Release) -> bool:
-    """Whether a release spends what the planned one does."""
-    figures = ("noise", "multiplier", "sampling", "rate", "band", "separation")
-    return all(getattr(release, name) == getattr(planned, name) for name in figures)
 
 
 def releases_in(path: str | Path) -> int:
@@ -253,7 +252,7 @@ def counted(path: str | Path, delta: float | None = None) -> Guarantee:
     def at(fails: float) -> Guarantee:
         run = Run(state["examples"], state["batch_size"], 1, fails, unit=state.get("unit", "text"))
         said = stated(runs, run, carrier=next(iter(names)), planned=False)
-        return beside(said, state.get("unmade", 0), copies_in(state))
+        return beside(said, state.get("unmade", 0), copies_in(state), state.get("earlier", ""))
 
     own = at(state["delta"])
     more = [one for one in said if one not in own.warnings]
@@ -264,7 +263,7 @@ def counted(path: str | Path, delta: float | None = None) -> Guarantee:
 def read(state: Any) -> tuple[list[Counted], int]:
     """The releases of a ``state_dict``, and the number of its last pass. Raises ``InputError`` for anything else."""
     names = {"version", "examples", "batch_size", "delta", "passes", "defense", "runs"}
-    if not isinstance(state, Mapping) or set(state) - {"unit", "unmade", "copies"} != names or state["version"] != VERSION:
+    if not isinstance(state, Mapping) or set(state) - STATED != names or state["version"] != VERSION:
         raise InputError(f"no state of a ledger; expected an object of version {VERSION} with {', '.join(sorted(names))}")
     whole = (
         _count(state["passes"], 0)
@@ -273,6 +272,7 @@ def read(state: Any) -> tuple[list[Counted], int]:
         and isinstance(state["delta"], float)
         and state.get("unit", "text") in ("text", "person")
         and _count(state.get("unmade", 0), 0)
+        and isinstance(state.get("earlier", ""), str)
     )
     if not whole or not isinstance(state["runs"], list):
         raise InputError("the state of a ledger lacks a list of releases, or has invalid numbers")

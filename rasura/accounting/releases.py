@@ -146,6 +146,12 @@ def _whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
+def alike(release: Release, planned: Release) -> bool:
+    """Whether a release spends what the planned one does."""
+    figures = ("noise", "multiplier", "sampling", "rate", "band", "separation")
+    return all(getattr(release, name) == getattr(planned, name) for name in figures)
+
+
 Counted = tuple[Release, int]
 """A release, and how often it took place in a row."""
 

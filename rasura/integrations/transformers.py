@@ -21,24 +21,26 @@ from rasura.accounting.ledger import releases_in
 from rasura.core.interfaces import Defense, InputError
 from rasura.core.rounding import above
 from rasura.runs.drawing import DrawnLoader, OrderedLoader, numbered
+from rasura.runs.earlier import LEDGER
 from rasura.runs.gradient_canaries import GradientCanaries
 from rasura.runs.marks import texts_of
 from rasura.runs.private import protect_training
 
-LEDGER, CANARIES = "rasura_ledger.json", "rasura_canaries.json"
-"""The ledger's file in a checkpoint's folder, and the canaries', which must stay secret until the training ends."""
+CANARIES = "rasura_canaries.json"
+"""The canaries' file in a checkpoint's folder, beside the ledger's. It must stay secret until the training ends."""
 
 
 class PrivateTrainer(transformers.Trainer):  # type: ignore[misc]  # transformers has no types here
     """A Hugging Face ``Trainer`` whose steps are protected by ``defense``.
 
     ``guarantee`` says what the releases made so far guarantee, and ``ledger`` counts them. The ledger is saved with every
-    checkpoint, a resumed training continues its count, and the logs contain epsilon. A second ``train()`` would go beyond
-    the plan and is refused. ``delta``, ``target_epsilon``, ``poisson``, ``seed``, ``unit`` and ``canaries`` mean the same as
-    in ``rasura.protect_training``; with ``unit``, batch sizes count persons. With ``gradient_accumulation_steps``, one step
-    takes that many times the texts of ``per_device_train_batch_size`` and adds noise once; only so many texts are in memory
-    as one device takes. The other parameters are those of ``Trainer``. ``model_init`` and ``compute_loss_func`` are not
-    among them: the one would replace the protected model, the other its loss.
+    checkpoint and by ``save_model``, a resumed training continues its count, and the logs contain epsilon. A second
+    ``train()`` would go beyond the plan and is refused. ``delta``, ``target_epsilon``, ``poisson``, ``seed``, ``unit`` and
+    ``canaries`` mean the same as in ``rasura.protect_training``; with ``unit``, batch sizes count persons. With
+    ``gradient_accumulation_steps``, one step takes that many times the texts of ``per_device_train_batch_size`` and adds
+    noise once; only so many texts are in memory as one device takes. The other parameters are those of ``Trainer``.
+    ``model_init`` and ``compute_loss_func`` are not among them: the one would replace the protected model, the other its
+    loss.
 
     Raises ``InputError`` for settings that no guarantee covers: label smoothing, float16, several devices, a data set
     without a length, batches grouped by length or taken in order, a batch size that is searched, and texts of the training
@@ -215,10 +217,14 @@ class PrivateTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
             self._end_early()
         super()._save_checkpoint(model, trial)
         folder = Path(self._get_output_dir(trial=None)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        if self.ledger is not None:
-            self.ledger.save(folder / LEDGER)
         if self.canaries is not None:
             self.canaries.save(folder / CANARIES)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As ``Trainer.save_model``, with the ledger beside the weights: a training that begins from them names it."""
+        super().save_model(output_dir, _internal_call)
+        if self.ledger is not None:
+            self.ledger.save(Path(output_dir or str(self.args.output_dir)) / LEDGER)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """As ``Trainer.log``, with the epsilon of the releases made so far, or of the whole plan where a callback ended it

@@ -6,16 +6,17 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from rasura.accounting.guarantees import of_copies
+from rasura.accounting.beside import of_copies
 from rasura.core.batches import Batch, contents
-from rasura.runs.membership_rows import trained_under
+from rasura.runs.earlier import trained_before
 from rasura.runs.train_plan import TrainPlan
 
 
 def uncovered(plan: TrainPlan, rows: Sequence[Batch], held: Sequence[int], owned: bool) -> list[str]:
     """The sentences for a training by ``plan`` on ``rows``, and which texts are ``held`` out. ``owned``: persons are
     protected, each with all copies of a text."""
-    return [*_repeated([] if owned else rows), *_chose(plan, len(held)), *_trained_before(plan)]
+    earlier = trained_before(plan.model)
+    return [*_repeated([] if owned else rows), *_chose(plan, len(held)), *([earlier] if earlier else [])]
 
 
 def _repeated(rows: Sequence[Batch]) -> list[str]:
@@ -29,14 +30,4 @@ def _chose(plan: TrainPlan, held: int) -> list[str]:
     return [
         f"nothing is guaranteed for the {held} texts held out of {Path(plan.data).name}: without noise, they decide which "
         "epoch is kept and when the training ends. Pass --keep last, and a --patience of all epochs"
-    ]
-
-
-def _trained_before(plan: TrainPlan) -> list[str]:
-    earlier = trained_under(plan.model)
-    if earlier is None:
-        return []
-    return [
-        f"{plan.model} was itself trained by rasura train, under {earlier}: for a text that was in that training too, what "
-        "it spent or gave away counts beside this guarantee"
     ]
