@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from rasura.cli import app
 from rasura.core.interfaces import Budget
-from rasura.core.values import Reconstruction
+from rasura.core.values import UNKNOWN, Reconstruction
 from rasura.runs.reading import ReadRequest, read_update
 from rasura.runs.reading_notes import notes
 from rasura.testing.tiny import tiny, tokenizer_folder
@@ -129,10 +129,27 @@ def test_fewer_texts_than_the_batch_are_told(tmp_path: Path) -> None:
     path = tmp_path / "u.safetensors"
     capture(twice.model, inputs | {"labels": inputs["input_ids"]}, path)
     found = read_update(path, twice, ReadRequest(attack="span", batch_size=2))
-    assert found.texts == (TEXT,) and found.notes == ("1 of 2 texts; equal texts are named once",)
+    fewer = "1 of 2 texts; equal texts are named once, and a text of one token may leave nothing in the update"
+    assert found.texts == (TEXT,) and found.notes == (fewer,)
     assert read_update(path, twice, ReadRequest(attack="span", batch_size=1)).notes == ()
     unproven = Reconstruction(((1, 40, 3, 2),), "matched")
     assert notes(unproven, twice, 3, None) == ("1 of 3 texts; equal texts are named once, and others may be missing",)
+    # The update of a text beside one of a single token is that of the text alone: it proves no second copy of it.
+    mask = torch.ones_like(inputs["input_ids"])
+    mask[1, 1:] = 0
+    labels = inputs["input_ids"].masked_fill(mask == 0, -100)
+    capture(twice.model, {**inputs, "attention_mask": mask, "labels": labels}, path)
+    found = read_update(path, twice, ReadRequest(attack="span", batch_size=2))
+    assert (found.texts, found.confidence, found.notes) == ((TEXT,), "verified", (fewer,))
+
+
+def test_a_bag_of_the_words_of_all_texts_is_called_one_and_counted_once(victim: Victim) -> None:
+    bag = Reconstruction(((UNKNOWN, 41, 42),) * 4, "span", ordered=False, details={"twins": 4})
+    together = "each line holds the words of all 4 texts together, in no known order; a repeated word may stand once"
+    alike = "1 of 3 tokens stay open, since the embeddings of other words are equal or nearly so"
+    assert notes(bag, victim, 4, None) == (together, alike)
+    one = Reconstruction(((41, 42),), "span", ordered=False)
+    assert notes(one, victim, None, None) == ("the words are in no known order, and a repeated word may stand once",)
 
 
 @pytest.mark.parametrize("classes", [1, 3])

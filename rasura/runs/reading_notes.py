@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from rasura.core.values import UNKNOWN, Reconstruction, Vocabulary
 from rasura.victims.loading import Victim
@@ -10,17 +11,20 @@ from rasura.victims.loading import Victim
 
 def notes(guess: Reconstruction, victim: Victim, batch_size: int | None, update: str | None) -> tuple[str, ...]:
     """What the texts of ``guess`` do not show, one line each. ``batch_size``, ``update``: as the request states them."""
-    words = victim.vocabulary
+    words, texts = victim.vocabulary, len(guess.tokens)
+    guess, out = _once(guess)
     tokens = [t for text in guess.tokens for t in text if t != UNKNOWN and t not in words.special_ids - words.unknown_ids]
     unknown, twins = sum(t in words.unknown_ids for t in tokens), guess.details.get("twins")
-    out = [f"{unknown} of {len(tokens)} tokens are words that the tokenizer does not know"] if unknown else []
+    out += [f"{unknown} of {len(tokens)} tokens are words that the tokenizer does not know"] if unknown else []
     if twins:
         of = len(tokens) + int(twins)
         out.append(f"{twins} of {of} tokens stay open, since the embeddings of other words are equal or nearly so")
     out += _left_out(guess, words)
-    if batch_size is not None and 0 < len(guess.tokens) < batch_size:
-        missing = "" if guess.confidence == "verified" else ", and others may be missing"
-        out.append(f"{len(guess.tokens)} of {batch_size} texts; equal texts are named once{missing}")
+    if batch_size is not None and 0 < texts < batch_size:
+        # Even a proof says nothing of these: the update is the same without them.
+        silent = "a text of one token" if victim.task == "causal" else "a text of which the model is certain"
+        missing = f"{silent} may leave nothing in the update" if guess.confidence == "verified" else "others may be missing"
+        out.append(f"{texts} of {batch_size} texts; equal texts are named once, and {missing}")
     if stopped := guess.details.get("stopped"):
         out.append(f"stopped during {stopped}; attacks that did not end may read more")
     by_gradient = guess.details.get("proof") == "gradient"  # that of embedding rows tells no labels, whatever the sign
@@ -30,6 +34,20 @@ def notes(guess: Reconstruction, victim: Victim, batch_size: int | None, update:
             which = f", and its size is not that of the update {update}"
         out.append(f"the labels depend on the sign of the file{which}")
     return tuple(out)
+
+
+def _once(guess: Reconstruction) -> tuple[Reconstruction, list[str]]:
+    """``guess`` with one copy of a bag that stands for each of several texts, and the line that says so."""
+    copies = len(guess.tokens)
+    if guess.ordered or copies == 0:
+        return guess, []
+    if copies == 1:
+        return guess, ["the words are in no known order, and a repeated word may stand once"]
+    if len(set(guess.tokens)) > 1:
+        return guess, ["the words of each text are in no known order, and a repeated word may stand once"]
+    twins = int(guess.details.get("twins") or 0) // copies
+    line = f"each line holds the words of all {copies} texts together, in no known order; a repeated word may stand once"
+    return replace(guess, tokens=guess.tokens[:1], details={**guess.details, "twins": twins}), [line]
 
 
 def _left_out(guess: Reconstruction, words: Vocabulary) -> list[str]:
