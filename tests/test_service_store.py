@@ -117,3 +117,21 @@ def test_a_cancelled_job_keeps_its_data_until_its_process_is_gone(tmp_path: Path
     assert store.job(job.id).state == "cancelled" and not store.job_path(job.id).exists()
     assert not supervisor.cancel(job)
     store.close()
+
+
+def test_a_start_removes_nothing_that_the_store_did_not_make(tmp_path: Path) -> None:
+    """A folder of somebody's own models is an easy slip for --store."""
+    own = [tmp_path / kind / name / "file" for kind, name in (("models", "bert"), ("jobs", "monday"), ("incoming", "mail"))]
+    for file in own:
+        file.parent.mkdir(parents=True)
+        file.write_text("mine")
+    store = Store(tmp_path)
+    kept = stored(store, "notes")
+    with store.incoming() as place:  # as a killed server leaves them
+        for part in (place, tmp_path / "models" / "0123456789abcdef"):
+            part.mkdir(exist_ok=True)
+        store.sweep()
+        assert not place.exists()
+    assert all(file.read_text() == "mine" for file in own)
+    assert {p.name for p in (tmp_path / "models").iterdir()} == {"bert", kept.id}
+    store.close()

@@ -16,6 +16,9 @@ from rasura.core.files import read_private
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 """Names of models and tenants. They never become a path, and could not leave a folder if they did."""
 
+ID = re.compile(r"[0-9a-f]{16}")
+"""What the server itself calls the folders of its models, jobs and uploads; any other folder is somebody else's."""
+
 SHORTEST_TOKEN = 16
 MIB = 1 << 20
 

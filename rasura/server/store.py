@@ -23,7 +23,7 @@ from typing import Any
 
 from rasura.core.errors import InputError
 from rasura.server.judged import judged
-from rasura.server.limits import MIB, Refused
+from rasura.server.limits import ID, MIB, Refused
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS models (
@@ -132,13 +132,13 @@ class Store:
             shutil.rmtree(place, ignore_errors=True)
 
     def sweep(self) -> None:
-        """At a server's start: remove what no row names, and queue the jobs that a killed server left running."""
+        """At a start: remove what the server made and no row names, and queue the jobs that a killed server left running."""
         with self._transaction() as db:
             db.execute("UPDATE jobs SET state = 'queued' WHERE state = 'running'")
         kept = {row[0] for row in self._rows("SELECT id FROM models UNION SELECT id FROM jobs WHERE state = 'queued'")}
         for kind in ("models", "jobs", "incoming"):
             for place in (self.folder / kind).iterdir():
-                if kind == "incoming" or place.name not in kept:
+                if ID.fullmatch(place.name) and (kind == "incoming" or place.name not in kept):
                     shutil.rmtree(place, ignore_errors=True)
 
     # models
