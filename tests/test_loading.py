@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rasura.core.interfaces import InputError
-from rasura.core.word_rows import token_count, token_rows
+from rasura.core.word_rows import token_count
 from rasura.runs.audit_models import load_victim
 from rasura.runs.plans import Plan
 from rasura.testing.tiny import tiny, tokenizer_folder
@@ -233,30 +233,6 @@ def adapter(folder: Path, tmp_path: Path) -> Path:
 def test_an_adapter_brings_its_head(adapter: Path) -> None:
     victim = load(adapter, "classification")
     assert victim.fresh == () and len(parts(victim.model).blocks) == 2
-
-
-WORDS = [{"target_modules": ["query", "word_embeddings"]}, {"trainable_token_indices": {"word_embeddings": [11, 40]}}]
-
-
-@pytest.mark.parametrize("options", [*WORDS, {"modules_to_save": ["word_embeddings"]}])
-def test_an_adapter_of_the_word_embedding_is_asked_but_not_attacked(folder: Path, tmp_path: Path, options: Any) -> None:
-    peft = pytest.importorskip("peft")
-    base = load(folder, "classification").model
-    base.config._name_or_path = str(folder)
-    made = peft.get_peft_model(base, peft.LoraConfig(task_type="SEQ_CLS", r=2, **{"target_modules": ["query"], **options}))
-    with torch.no_grad():
-        for name, weight in made.named_parameters():
-            if "lora_embedding_A" in name or "tokens_delta" in name:
-                weight.normal_()
-    made.save_pretrained(tmp_path / "adapter")
-    victim = load(tmp_path / "adapter", "classification", attacked=False)
-    assert victim.vocabulary.size == token_count(victim.model) == 300
-    ids = torch.tensor([[11, 40, 41]])
-    asked = victim.model.get_input_embeddings()(ids)
-    assert torch.allclose(token_rows(victim.model)[ids], asked, atol=1e-5), "with the adapter's part"
-    plain = load(folder, "classification").model.get_input_embeddings()(ids)
-    assert torch.equal(asked, plain) == ("modules_to_save" in options)
-    refused(tmp_path / "adapter", "no word embedding found")
 
 
 def test_a_model_without_a_table_of_words_is_named(folder: Path) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from rasura.core.interfaces import InputError
+from rasura.victims.embeddings import embedding_names, position_embedding, running, word_embedding
 from rasura.victims.plugins import plugged
 
 QKV_NAMES = frozenset(
@@ -124,7 +125,7 @@ def _find(model: nn.Module) -> Parts:
     if finder is not None:
         found: Parts = finder(model)
         return found
-    word, embedding = _word_embedding(model)
+    word, embedding = word_embedding(model)
     listed = _block_list(model)
     if listed is None:
         raise InputError(
@@ -132,18 +133,18 @@ def _find(model: nn.Module) -> Parts:
             f"{', '.join(sorted(QKV_NAMES))}); register an adapter with rasura.victims.models.register"
         )
     list_name, modules = listed
-    position = _position_embedding(model, word)
+    position = position_embedding(model, word)
     linears = _linears(model)
     blocks = tuple(_block(model, index, f"{list_name}.{index}", linears) for index in range(len(modules)))
     outside = [lin for lin in linears if not lin.module.startswith(list_name + ".") and lin.weight != f"{word}.weight"]
-    output: Any = getattr(model, "get_output_embeddings", lambda: None)()
+    output = running(getattr(model, "get_output_embeddings", lambda: None)())
     first = blocks[0].qkv[0]
     weight = model.get_submodule(first.module).weight
     assert isinstance(weight, Tensor)
     return Parts(
         f"{word}.weight",
         f"{position}.weight" if position else None,
-        _embedding_names(model, word, position, list_name),
+        embedding_names(model, word, position, list_name),
         blocks,
         linears,
         outside[-1] if outside else None,
@@ -151,31 +152,6 @@ def _find(model: nn.Module) -> Parts:
         _sees_only_the_past(model, blocks[-1].module, embedding.num_embeddings),
         output is not None and getattr(output, "weight", None) is embedding.weight,
     )
-
-
-def _word_embedding(model: nn.Module) -> tuple[str, nn.Embedding]:
-    embedding: Any = getattr(model, "get_input_embeddings", lambda: None)()
-    if not isinstance(embedding, nn.Embedding):
-        raise InputError(
-            f"{type(model).__name__}: no word embedding found (looked for get_input_embeddings() returning an "
-            "nn.Embedding); register an adapter with rasura.victims.models.register"
-        )
-    names = {id(m): n for n, m in model.named_modules()}
-    return names[id(embedding)], embedding
-
-
-def _position_embedding(model: nn.Module, word: str) -> str | None:
-    tables = (n for n, m in model.named_modules() if isinstance(m, nn.Embedding) and n != word)
-    return next((n for n in tables if "position" in n.split(".")[-1] or n.endswith("wpe")), None)
-
-
-def _embedding_names(model: nn.Module, word: str, position: str | None, blocks: str) -> tuple[str, ...]:
-    # BERT keeps its embeddings under one module; GPT-2 and Llama keep them beside the blocks.
-    parent = word.rsplit(".", 1)[0]
-    if not parent.endswith("embeddings"):
-        return tuple(f"{n}.weight" for n in (word, position) if n is not None)
-    names = (n for n, _ in model.named_parameters())
-    return tuple(n for n in names if n.startswith(parent + ".") and not n.startswith(blocks + "."))
 
 
 def _block(model: nn.Module, index: int, name: str, linears: Sequence[Linear]) -> Block:

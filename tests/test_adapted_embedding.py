@@ -1,0 +1,95 @@
+"""Adapters that train the word embedding: a copy of it as a whole, or parts that are added to it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rasura.core.errors import InputError
+from rasura.core.interfaces import Budget
+from rasura.core.rng import generator
+from rasura.core.threat import HONEST_SERVER, observe
+from rasura.core.word_rows import token_count, token_rows
+from rasura.registry import attack, parse_defense
+from rasura.testing.tiny import CAUSAL_VOCABULARY, VOCABULARY, batch_of, tiny, tokenizer_folder
+from rasura.victims.loading import load
+from rasura.victims.models import parts
+from rasura.victims.step import step
+
+peft = pytest.importorskip("peft")
+
+TEXT = [2, 11, 40, 41, 3]
+WORDS = [{"target_modules": ["query", "word_embeddings"]}, {"trainable_token_indices": {"word_embeddings": [11, 40]}}]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tokenizer_folder(tiny("bert", "classification", num_labels=2), tmp_path / "model")
+
+
+def update_of(family: str, task: Any, saved: list[str], layer: str, defense: str = "none") -> Any:
+    config = peft.LoraConfig(r=2, target_modules=[layer], modules_to_save=saved)
+    model = peft.get_peft_model(tiny(family, task), config)
+    return step(
+        model, batch_of([TEXT], task, [0]), parse_defense(defense), task=task,
+        vocabulary=CAUSAL_VOCABULARY if task == "causal" else VOCABULARY, rng=generator(0, "step"),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "task", "saved", "layer"), [
+    ("bert", "classification", ["word_embeddings"], "query"),
+    ("llama", "causal", ["embed_tokens"], "q_proj"),
+    ("llama", "causal", ["embed_tokens", "lm_head"], "q_proj"),
+    ("gpt2", "causal", ["wte"], "c_attn"),
+])  # fmt: skip
+def test_a_copy_of_the_word_embedding_that_an_adapter_trains_is_read(
+    family: str, task: Any, saved: list[str], layer: str
+) -> None:
+    """It was refused as a model without a word embedding."""
+    seen = observe(update_of(family, task, saved, layer), HONEST_SERVER)
+    found = parts(seen.model)
+    assert found.word_embedding in seen.gradients and not found.tied
+    read = set(attack("embedding-rows")(seen, rng=generator(0), budget=Budget()).tokens[0])
+    assert read - {-1} >= set(TEXT if task == "classification" else TEXT[:-1]) and read - {-1} <= set(TEXT)
+
+
+@pytest.mark.parametrize(("family", "task", "saved", "layer"), [
+    ("bert", "classification", "word_embeddings", "query"), ("llama", "causal", "embed_tokens", "q_proj"),
+])  # fmt: skip
+def test_frozen_embeddings_freeze_the_copy(family: str, task: Any, saved: str, layer: str) -> None:
+    sent = update_of(family, task, [saved], layer, "frozen-embeddings").message.gradients
+    assert sent and not any(saved in name for name in sent)
+
+
+def test_all_embeddings_beside_a_copy_are_known_as_such() -> None:
+    found = parts(peft.get_peft_model(tiny("bert", "classification"), peft.LoraConfig(
+        r=2, target_modules=["query"], modules_to_save=["word_embeddings"],
+    )))  # fmt: skip
+    assert {n.split(".embeddings.")[1].split(".")[0] for n in found.embedding_names} >= {
+        "word_embeddings", "position_embeddings", "LayerNorm",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("options", WORDS)
+def test_an_adapter_of_the_word_embedding_is_asked_but_not_attacked(folder: Path, tmp_path: Path, options: Any) -> None:
+    peft = pytest.importorskip("peft")
+    base = load(folder, "classification").model
+    base.config._name_or_path = str(folder)
+    made = peft.get_peft_model(base, peft.LoraConfig(task_type="SEQ_CLS", r=2, **{"target_modules": ["query"], **options}))
+    with torch.no_grad():
+        for name, weight in made.named_parameters():
+            if "lora_embedding_A" in name or "tokens_delta" in name:
+                weight.normal_()
+    made.save_pretrained(tmp_path / "adapter")
+    victim = load(tmp_path / "adapter", "classification", attacked=False)
+    assert victim.vocabulary.size == token_count(victim.model) == 300
+    ids = torch.tensor([[11, 40, 41]])
+    asked = victim.model.get_input_embeddings()(ids)
+    assert torch.allclose(token_rows(victim.model)[ids], asked, atol=1e-5), "with the adapter's part"
+    plain = load(folder, "classification").model.get_input_embeddings()(ids)
+    assert not torch.equal(asked, plain)
+    with pytest.raises(InputError, match="the word embedding, is inside an adapter"):
+        load(tmp_path / "adapter", "classification")
