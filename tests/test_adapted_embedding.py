@@ -8,20 +8,21 @@ from typing import Any
 import pytest
 import torch
 
+from rasura.attacks.updates.span.rows import row_space
 from rasura.core.errors import InputError
-from rasura.core.interfaces import Budget
+from rasura.core.interfaces import Budget, NotApplicable
 from rasura.core.rng import generator
 from rasura.core.threat import HONEST_SERVER, observe
 from rasura.core.word_rows import token_count, token_rows
 from rasura.registry import attack, parse_defense
-from rasura.testing.tiny import CAUSAL_VOCABULARY, VOCABULARY, batch_of, tiny, tokenizer_folder
+from rasura.testing.tiny import CAUSAL_VOCABULARY, CLS, VOCABULARY, batch_of, tiny, tokenizer_folder
 from rasura.victims.loading import load
 from rasura.victims.models import parts
 from rasura.victims.step import step
 
 peft = pytest.importorskip("peft")
 
-TEXT = [2, 11, 40, 41, 3]
+TEXT = [CLS, 11, 40, 41, 3]
 WORDS = [{"target_modules": ["query", "word_embeddings"]}, {"trainable_token_indices": {"word_embeddings": [11, 40]}}]
 
 
@@ -62,6 +63,26 @@ def test_a_copy_of_the_word_embedding_that_an_adapter_trains_is_read(
 def test_frozen_embeddings_freeze_the_copy(family: str, task: Any, saved: str, layer: str) -> None:
     sent = update_of(family, task, [saved], layer, "frozen-embeddings").message.gradients
     assert sent and not any(saved in name for name in sent)
+
+
+def test_a_text_is_read_by_the_output_layer_where_adapters_show_too_little_of_it() -> None:
+    """The query's adapter shows nothing of the first token. No text was accepted, and the search went on for hours."""
+    seen = observe(update_of("llama", "causal", ["lm_head"], "q_proj"), HONEST_SERVER)
+    found = attack("span")(seen, rng=generator(0), budget=Budget())
+    assert found.tokens == (tuple(TEXT),) and found.confidence == "verified"
+
+
+def test_adapters_of_queries_alone_are_said_to_tell_nothing() -> None:
+    seen = observe(update_of("llama", "causal", [], "q_proj"), HONEST_SERVER)
+    with pytest.raises(NotApplicable):
+        attack("span")(seen, rng=generator(0), budget=Budget())
+
+
+@pytest.mark.parametrize("count", [8, 16, 32])
+def test_a_few_singular_values_have_no_end_by_chance(count: int) -> None:
+    for seed in range(300):
+        values = 10 ** (-4 * torch.rand(count, generator=generator(seed), dtype=torch.float64)).sort(descending=True).values
+        assert row_space([values.diag()]) is None
 
 
 def test_all_embeddings_beside_a_copy_are_known_as_such() -> None:

@@ -229,7 +229,14 @@ def test_a_long_text_of_a_pretrained_decoder_comes_back_through_bfloat16(pretrai
     assert guess.tokens == (tuple(batch.ids(0)),) and guess.details["chained"]
 
 
-@pytest.mark.parametrize("keep", ["embed_tokens", "norm", "lm_head"])
+def test_the_output_layer_alone_gives_the_text() -> None:
+    rows = [[1, 40, 3, 41, 9, 60, 61], [1, 5, 3, 41, 62, 4]]
+    seen = seen_by_server(tiny("llama", "causal", hidden=48), batch_of(rows, "causal"), "causal", keep="lm_head")
+    guess = Span()(seen, rng=generator(0), budget=Budget())
+    assert sorted(guess.tokens) == sorted(map(tuple, rows)) and guess.confidence == "verified"
+
+
+@pytest.mark.parametrize("keep", ["embed_tokens", "norm"])
 def test_what_no_layer_of_a_block_shows_is_not_applicable(keep: str) -> None:
     seen = seen_by_server(tiny("llama", "causal", hidden=48), batch_of([[1, 40, 3, 41, 9]], "causal"), "causal", keep=keep)
     with pytest.raises(NotApplicable, match="no whole query, key or value gradient is visible"):

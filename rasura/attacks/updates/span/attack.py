@@ -71,7 +71,7 @@ class Span:
         observed, seen = seen, uncovered(seen, wanted)
         dropout = announced_dropout(seen) if self.adaptive else 0.0
         others = stand_ins(seen) if self.adaptive and known.causal and not (dropout or visible_blocks(seen)) else ()
-        spaces = block_spaces(seen, (others or blocks_to_read(seen))[:wanted])
+        spaces = block_spaces(seen, others or blocks_to_read(seen)[:wanted], wanted)
         if not spaces:
             rank = announced_update(seen).lora
             most = f"more tokens than adapters of rank {rank} show" if rank else f"{known.hidden} tokens or more"

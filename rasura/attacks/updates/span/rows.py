@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -19,8 +20,15 @@ from rasura.victims.models import Block, Linear, parts, recorded_inputs
 CHUNK = 2048
 """Tokens whose inputs are computed at once when a whole vocabulary is tested."""
 
+QUERIES = frozenset({"query", "query_proj", "q_proj", "q_lin", "q"})
+"""Names of query layers that are no keys or values as well."""
+
 GAP = 30.0
 """A ratio of neighbouring singular values from which the row space certainly ends there."""
+
+FEW, WIDE_GAP = 32, 1000.0
+"""Singular values, as those of an adapter, up to which it takes a wider gap, and no line is drawn: they are 30 times apart
+by chance. Where such a space ends, float32 leaves a millionth (adapters of rank 8 on SmolLM2-135M)."""
 
 ABOVE = 1.3
 """Without such a gap: singular values of at least this many times the noise belong to the row space."""
@@ -101,7 +109,7 @@ def row_space(matrices: Sequence[Tensor]) -> RowSpace | None:
     """The common row space of gradients ``(outputs, inputs)``; None where none stands out (too many tokens, or noise).
 
     It ends at a gap of the singular values; without a gap (rounding, noise) it ends where they join the line through the
-    smaller ones, which are noise.
+    smaller ones, which are noise, if there are more than a few.
     """
     kept = scaled(matrices)
     if not kept:
@@ -115,8 +123,9 @@ def row_space(matrices: Sequence[Tensor]) -> RowSpace | None:
     # Behind the noise floor ratios mean nothing: exact zeros (a dead layer) would give endless ones.
     ratios[values[:-1] < 1e-12 * values[0]] = 0.0
     rank = int(ratios[:max_rank].argmax()) + 1
-    if float(ratios[rank - 1]) < GAP:
-        rank = _above_noise(values)
+    few = len(values) <= FEW
+    if float(ratios[rank - 1]) < (WIDE_GAP if few else GAP):
+        rank = 0 if few else _above_noise(values)
         if not rank:
             return None
     known = stacked.ne(0).any(0)
@@ -171,13 +180,17 @@ def blocks_to_read(seen: Observation) -> tuple[Block, ...]:
 @torch.no_grad()
 def stand_ins(seen: Observation) -> tuple[Block, ...]:
     """The blocks of a decoder by other layers than its queries, keys and values, where such are visible: of each block those
-    with one input, of the widest row space. Their inputs at a position, too, depend on the tokens up to it alone.
+    with one input, of the widest row space; and last the output layer. Their inputs at a position, too, depend on the tokens
+    up to it alone. Of adapters, whose inputs are few, only where nothing else is visible, and none of queries alone: these
+    show nothing of the first token, which attends to itself whatever it asks.
 
     Their index counts on from the last block's: a token and its place alone tell the input of block 0's attention only.
     """
     known = parts(seen.model)
     matrices = {lin: g for lin in known.linears for g in visible_gradients(seen, [lin]) if bool(g.any())}
     inside = {b: [lin for lin in matrices if lin.module.startswith(f"{b.module}.")] for b in known.blocks}
+    if known.head in matrices:
+        inside[Block(len(known.blocks), known.head.module, ())] = [known.head]
     if not any(inside.values()):
         return ()
     ids = torch.tensor([[5, 6, 7]])
@@ -191,13 +204,19 @@ def stand_ins(seen: Observation) -> tuple[Block, ...]:
             if x is not None and x.shape[:-1] == ids.shape:  # an expert reads some of the tokens
                 same = next((group for group in groups if torch.equal(inputs[group[0].module], x)), None)
                 groups.append([lin]) if same is None else same.append(lin)
-        if groups:
+        if groups := [group for group in groups if not all(map(asks, group))]:
             widest = max(groups, key=lambda g: min(sum(len(matrices[lin]) for lin in g), matrices[g[0]].shape[1]))
             found.append(Block(block.index + len(known.blocks), block.module, tuple(widest)))
-    return tuple(found)
+    wide = [block for block in found if matrices[block.qkv[0]].shape[1] >= known.hidden]
+    return tuple(wide or found)
 
 
-def block_spaces(seen: Observation, blocks: Sequence[Block]) -> dict[int, RowSpace]:
-    """The row space of the attention input, by block index, for those of ``blocks`` that show one."""
-    found = {block.index: row_space(visible_gradients(seen, block.qkv)) for block in blocks}
-    return {index: space for index, space in found.items() if space is not None}
+def asks(lin: Linear) -> bool:
+    """Whether ``lin`` is a query layer, or a part of one: the first token of a text gives it no gradient."""
+    return bool(QUERIES & set(lin.module.split(".")))
+
+
+def block_spaces(seen: Observation, blocks: Sequence[Block], most: int | None = None) -> dict[int, RowSpace]:
+    """The row space of the attention input, by block index, for those of ``blocks`` that show one; of the first ``most``."""
+    spaces = ((block.index, row_space(visible_gradients(seen, block.qkv))) for block in blocks)
+    return dict(islice(((index, space) for index, space in spaces if space is not None), most))
