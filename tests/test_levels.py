@@ -13,24 +13,24 @@ from rows import GUESS, MANY, METRIC, READ, column, record
 from rasura.metrics.intervals import mean_interval
 from rasura.registry import adversaries
 from rasura.report.levels import bound, point, yardstick
-from rasura.report.search import UNPROTECTED, holds, least, not_found, why_not
+from rasura.report.search import UNPROTECTED, holds, least, not_found, searchable, why_not
 from rasura.report.verdicts import ABOVE, NOT_MEASURED, NOT_TOLD, READS, Verdict, texts_needed
 
 # --- the search
 
 
 def searched(bounds: dict[float, float | None], at_most: float = 0.1, steps: int = 0) -> float | None:
-    return least(lambda where: [bounds[t] for t in where], sorted(bounds), at_most, steps)
+    return least(lambda t: bounds[t], [(t, bounds[t]) for t in sorted(bounds)], at_most, steps)
 
 
 def test_the_search_finds_the_edge_of_a_falling_bound() -> None:
     asked: list[float] = []
 
-    def measure(positions: Sequence[float]) -> list[float | None]:
-        asked.extend(positions)
-        return [1 - t if t >= 0 else 1.0 for t in positions]
+    def measure(position: float) -> float:
+        asked.append(position)
+        return 1 - position if position >= 0 else 1.0
 
-    found = least(measure, (UNPROTECTED, 0.0, 0.25, 0.5, 0.75, 1.0), 0.4, 8)
+    found = least(measure, [(t, measure(t)) for t in (UNPROTECTED, 0.0, 0.25, 0.5, 0.75, 1.0)], 0.4, 8)
     assert found is not None and 0.6 <= found < 0.6 + 0.25 / 2**8 * 1.01
     assert max(t for t in asked if t < found) < 0.6, "the next weaker one tried does not hold"
 
@@ -39,8 +39,22 @@ def test_the_search_asks_that_all_stronger_ones_hold() -> None:
     assert searched({0.0: 0.05, 0.5: 0.2, 1.0: 0.1}) == 1.0, "a bound is met where it is equal; the weak one was luck"
     assert searched({UNPROTECTED: 0.1, 0.0: 0.0, 1.0: 0.0}) == UNPROTECTED
     assert searched({0.0: 0.9, 1.0: 0.11}) is None
-    assert searched({0.0: 0.9, 0.5: 0.1, 1.0: None}) == 0.5, "nothing was sent at the strongest"
     assert searched({0.0: None, 1.0: None}) is None
+
+
+def test_a_setting_that_could_not_be_judged_does_not_hold_for_the_weaker_ones() -> None:
+    assert searched({0.0: 0.9, 0.25: 0.1, 0.5: None, 1.0: 0.0}) == 1.0
+    assert searched({UNPROTECTED: 0.1, 0.0: None, 1.0: 0.0}) == 1.0, "what protects nothing was no better judged"
+    assert searched({0.0: 0.9, 0.5: 0.1, 1.0: None}) is None
+    assert least(lambda t: 0.0, [(0.0, 0.9), (0.5, None), (1.0, 0.1)], 0.1, 1) == 0.75, "none is looked for below it"
+
+
+def test_settings_under_which_nothing_is_sent_have_no_part_in_the_search() -> None:
+    points = {t: {"bound": b, "sent": sent} for t, b, sent in (
+        (0.0, 0.9, True), (0.25, None, False), (0.5, 0.1, True), (0.75, None, False), (1.0, None, False)
+    )}  # fmt: skip
+    assert searchable(points) == [(0.0, 0.9), (0.25, None), (0.5, 0.1)], "from where on there is nothing to read"
+    assert searchable({0.0: points[1.0]}) == []
 
 
 @pytest.mark.parametrize(("bounds", "expected", "halvings"), [
@@ -50,20 +64,19 @@ def test_the_search_asks_that_all_stronger_ones_hold() -> None:
 ])  # fmt: skip
 def test_halvings_need_two_figures(bounds: dict[float, float], expected: float, halvings: list[float]) -> None:
     """Between a protection and none there is no middle, nor below the weakest that was tried."""
-    asked: list[list[float]] = []
+    asked: list[float] = []
 
-    def measure(positions: Sequence[float]) -> list[float | None]:
-        asked.append(list(positions))
-        return [bounds.get(t, 0.9) for t in positions]
+    def measure(position: float) -> float:
+        asked.append(position)
+        return 0.9
 
-    assert least(measure, list(bounds), 0.1, 1) == expected
-    assert asked == [list(bounds), *([t] for t in halvings)]
+    assert least(measure, list(bounds.items()), 0.1, 1) == expected
+    assert asked == halvings
 
 
 @pytest.mark.parametrize(("middle", "expected"), [(0.1, 0.5), (0.11, 1.0), (None, 1.0)])
 def test_a_halving_holds_where_its_bound_is_known_and_at_most_the_target(middle: float | None, expected: float) -> None:
-    bounds = {0.0: 0.9, 0.5: middle, 1.0: 0.0}
-    assert least(lambda where: [bounds[t] for t in where], (0.0, 1.0), 0.1, 1) == expected
+    assert least(lambda t: middle, [(0.0, 0.9), (1.0, 0.0)], 0.1, 1) == expected
 
 
 def test_a_point_holds_by_its_bound() -> None:

@@ -130,6 +130,10 @@ def test_the_number_of_texts_that_a_bound_needs(limit: float) -> None:
     assert need >= math.ceil(math.log(0.025) / math.log1p(-limit)), "no interval of 95 % does with fewer"
 
 
+def test_a_tiny_limit_is_told_how_many_texts_it_takes_at_least() -> None:
+    assert texts_needed(1e-9) == math.ceil(math.log(0.025) / math.log1p(-1e-9)), "no list of so many is made"
+
+
 # --- what does not count
 
 

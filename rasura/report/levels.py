@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from rasura.report.missing import nothing_sent
 from rasura.report.readings import reading
 from rasura.report.scores import Record, about_texts, cells_of, gave_up, guessing, without_a_figure
 from rasura.report.verdicts import READS, Verdict, texts_needed, unmeasured, verdict
@@ -42,6 +43,7 @@ def point(
         "levels": levels,
         "verdict": found.to_dict(),
         **bound(found, at_most),
+        "sent": not nothing_sent(records),
         "sent_bytes": sum(r["sent_bytes"] for r in sent) / max(1, len(sent)),
         "seconds": sum(r["defense_seconds"] for r in sent) / max(1, len(sent)),
         "reasons": [*blank, *sorted({f"{r['attack']}: {r['reason']}" for r in records if r["reason"]})],

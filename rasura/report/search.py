@@ -11,22 +11,28 @@ from rasura.report.verdicts import READS, plain
 UNPROTECTED = -math.inf
 """The position of a protection without its open part."""
 
-Measured = Sequence[float | None]
+Tried = Sequence[tuple[float, float | None]]
+"""Positions from weak to strong, each with the upper bound of its risk; None where it could not be judged."""
 
 
-def least(
-    measure: Callable[[Sequence[float]], Measured], ladder: Sequence[float], at_most: float, steps: int
-) -> float | None:
-    """The weakest position whose bound is at most ``at_most``, as are those of all stronger ones on ``ladder``.
+def searchable(points: Mapping[float, Mapping[str, Any]]) -> Tried:
+    """What ``least`` goes by, from the points by position. The strongest settings under which no text was sent are left out:
+    there is nothing to read, and nothing to use either."""
+    tried = sorted(points.items())
+    while tried and not tried[-1][1]["sent"]:
+        tried.pop()
+    return [(t, p["bound"]) for t, p in tried]
 
-    ``measure`` gives the upper bound of the risk at each position, None where nothing could be measured: such a position
-    neither holds nor fails. ``ladder`` goes from weak to strong; between two of its finite positions ``steps`` halvings
-    follow, in which what was not measured does not hold. None: no position holds.
+
+def least(measure: Callable[[float], float | None], tried: Tried, at_most: float, steps: int) -> float | None:
+    """The weakest position whose bound is known and at most ``at_most``, as are those of all stronger ones of ``tried``.
+
+    ``measure`` gives the upper bound of the risk at a position, None where it could not be judged. Below the weakest of
+    ``tried`` that holds, ``steps`` halvings follow, if the next weaker position is finite. None: no position holds.
     """
-    bounds = [(t, high) for t, high in zip(ladder, measure(ladder)) if high is not None]
     chosen, weaker = None, UNPROTECTED
-    for position, high in reversed(bounds):
-        if high > at_most:
+    for position, high in reversed(tried):
+        if high is None or high > at_most:
             weaker = position
             break
         chosen = position
@@ -34,7 +40,7 @@ def least(
         return None
     for _ in range(steps if math.isfinite(weaker) else 0):
         middle = (weaker + chosen) / 2
-        (found,) = measure([middle])
+        found = measure(middle)
         if found is not None and found <= at_most:
             chosen = middle
         else:

@@ -39,6 +39,10 @@ WORDS = (READS, ABOVE, NOT_MEASURED, NOT_TOLD)
 """The verdicts, the worst first: that of several columns is the worst of theirs."""
 
 
+COUNTED = 10_000
+"""Up to so many examples, how many a limit needs is counted exactly."""
+
+
 def plain(defense: str) -> bool:
     """Whether ``defense`` is no protection at all."""
     return set(names_of(defense)) == {"none"}
@@ -47,8 +51,11 @@ def plain(defense: str) -> bool:
 @cache
 def texts_needed(limit: float) -> int:
     """Independent examples that it takes at least until the interval of a mean can end at or below ``limit``: none of them
-    read at all. No interval with 95 % coverage does with fewer than ``log(.025) / log(1 - limit)``."""
+    read at all. No interval with 95 % coverage does with fewer than ``log(.025) / log(1 - limit)``; above ``COUNTED``, that
+    is given."""
     few, many = 0, math.ceil(math.log(0.025) / math.log1p(-limit))
+    if many > COUNTED:
+        return many
     while mean_interval([0.0] * many)[2] > limit:
         few, many = many, 2 * many
     while many - few > 1:

@@ -27,7 +27,7 @@ from rasura.registry import Family, family, parse_defense
 from rasura.report.calibration import recommendation
 from rasura.report.cut import OF_WHAT_IS_LEFT, cut_off
 from rasura.report.levels import point, yardstick
-from rasura.report.search import UNPROTECTED, Measured, holds, least, not_found, why_not
+from rasura.report.search import UNPROTECTED, holds, least, not_found, searchable, why_not
 from rasura.report.training import JUDGED
 from rasura.report.verdicts import READS, plain, texts_needed, unmeasured
 from rasura.runs.audit import Audit
@@ -159,14 +159,16 @@ class Calibration:
         def setting(position: float) -> str:
             return one.setting(position) if math.isfinite(position) else one.rest
 
-        def measure(positions: Sequence[float]) -> Measured:
+        def measure(*positions: float) -> float | None:
             # Two positions may be one setting, as 2 and 2 of a whole number.
             for t, measured in zip(positions, self._measure([setting(t) for t in positions], self.plan, progress)):
                 value = one.strength.value(t, one.entries) if math.isfinite(t) else None
                 points[t] = {**measured, "position": t if math.isfinite(t) else None, "value": value}
-            return [points[t]["bound"] for t in positions]
+            bound: float | None = points[positions[-1]]["bound"]
+            return bound
 
-        chosen = least(measure, (UNPROTECTED, *one.strength.positions()), w.at_most, w.steps)
+        measure(UNPROTECTED, *one.strength.positions())
+        chosen = least(measure, searchable(points), w.at_most, w.steps)
         tried = {points[t]["setting"]: points[t] for t in sorted(points)}
         found: dict[str, Any] = {
             "family": one.text, "knob": one.strength.name, "status": "unreached", "setting": None, "unjudged": [],
