@@ -11,7 +11,7 @@ from rows import GUESS, MANY, READ, column
 from rasura.core.errors import InputError
 from rasura.core.provenance import Sitting
 from rasura.report.compare import CHANGED, NOISE, SAME, UNKNOWN, Run, compared
-from rasura.report.findings import findings
+from rasura.report.findings import findings, unfinished
 from rasura.report.head import Made
 from rasura.report.verdicts import READS
 
@@ -243,3 +243,14 @@ def test_runs_without_any_figure_show_nothing() -> None:
     absent = run([*column("tag", "none", [None] * MANY, "not_applicable"), *column("blind", "none", [GUESS] * MANY)])
     found = compared(absent, absent)
     assert found.exit == 4 and "no figures to compare" in found.says and "No change" not in found.says
+
+
+def test_runs_that_are_unfinished_are_not_compared_to_the_end() -> None:
+    """What is in neither of them has no row, and nothing to tell that it is missing."""
+    whole = run(READ)
+    begun = replace(whole, found=unfinished(whole.found, len(READ), len(READ) + 1))
+    both = compared(begun, begun)
+    assert (both.exit, both.unfinished) == (4, ("first", "second"))
+    assert both.says.startswith("The first run is unfinished. The second run is unfinished. 0 of ")
+    one = compared(whole, begun)
+    assert one.exit == 4 and one.says.startswith("The second run is unfinished. ")

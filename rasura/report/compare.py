@@ -69,7 +69,8 @@ class Comparison:
     """``settings``: what differs between the runs, in words. ``paired``: both read the same texts, so that each text is
     compared with itself. ``verdicts``: column, verdict before, verdict after; None where a run lacks the column. ``worse``:
     the columns whose verdict says less for the protection than before. ``more``: those of which an attack read more, by
-    intervals that hold for all comparisons together at 95 %, and whose protection cannot be said to hold."""
+    intervals that hold for all comparisons together at 95 %, and whose protection cannot be said to hold. ``unfinished``:
+    ``first``, ``second`` or both, where a run has not all of its results: what neither has is no comparison, and missing."""
 
     settings: tuple[str, ...]
     paired: bool
@@ -77,6 +78,7 @@ class Comparison:
     changes: tuple[Change, ...]
     worse: tuple[str, ...] = ()
     more: tuple[str, ...] = ()
+    unfinished: tuple[str, ...] = ()
 
     def count(self, word: str) -> int:
         """How many attacks under a protection have this ``word``."""
@@ -90,10 +92,10 @@ class Comparison:
     @property
     def exit(self) -> int:
         """The exit code: that of ``gate`` for what is above a limit, where a verdict became worse or more was read; else
-        that for what could not be judged, where a comparison or all of them are missing."""
+        that for what could not be judged, where a comparison or all of them are missing, or a run is unfinished."""
         if self.worse or self.more:
             return ABOVE_LIMIT
-        return NOT_JUDGED if self.count(UNKNOWN) or not self.measured else PASSED
+        return NOT_JUDGED if self.unfinished or self.count(UNKNOWN) or not self.measured else PASSED
 
     @property
     def says(self) -> str:
@@ -108,7 +110,7 @@ class Comparison:
         worse = f"The verdict became worse on {', '.join(self.worse)}. " if self.worse else ""
         more = f"More was read than before on {', '.join(self.more)}. " if self.more else ""
         told += ", by the 95 % interval of each difference. By chance, about one in twenty is called changed."
-        return worse + more + told
+        return "".join(f"The {name} run is unfinished. " for name in self.unfinished) + worse + more + told
 
 
 @cache
@@ -154,7 +156,8 @@ def compared(first: Run, second: Run) -> Comparison:
         if c.word == CHANGED and _difference(*_values_of(before[key], after[key]), paired, 0.05 / len(shown))[0] > 0
     }  # fmt: skip
     more = tuple(c for c in order if c in risen and not two[c].holds)
-    return Comparison(_settings(first, second), paired, verdicts, changes, worse, more)
+    begun = tuple(name for name, run in (("first", first), ("second", second)) if run.found.unfinished)
+    return Comparison(_settings(first, second), paired, verdicts, changes, worse, more, begun)
 
 
 def _values(run: Run, apart: bool) -> dict[tuple[str, str, str], Reading]:
