@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 import shutil
+from copy import deepcopy
 from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
@@ -21,7 +22,9 @@ from rasura.cli import app
 from rasura.core.interfaces import InputError
 from rasura.core.run_store import RunStore
 from rasura.registry import family, parse_defense, strengths
+from rasura.report.calibration import outcome, render_calibration
 from rasura.report.commands import applied
+from rasura.report.head import Made
 from rasura.report.page import write_report
 from rasura.report.template import spaced
 from rasura.report.training import cheapest
@@ -144,6 +147,28 @@ def test_the_page_says_it_and_fetches_nothing(done: tuple[Path, dict[str, Any]])
     assert html.count('class="ring"') == 1 and "stroke-dasharray" in html and "no formal guarantee" in html
     assert not re.search(r"""(?:src|href)=["'](?!#)|url\(|@import|https?://""", html) and "<script" not in html
     assert not any(n in html.lower() for n in ("w11 ", "w20")), "it shows no text"
+
+
+def test_a_setting_that_could_not_be_judged_has_no_bound_on_the_page(done: tuple[Path, dict[str, Any]]) -> None:
+    """Of a column in which no attack knew the protection, the page gave a bound below the target and a dot."""
+    (part,) = deepcopy(done[1]["families"])
+    part |= {"status": "not measured", "setting": None, "unjudged": ["not measured: why"]}
+    weak, strong = [p for p in part["points"] if p["risk"]][-2:]
+    weak |= {"bound": 1.0, "position": 0.5}
+    weak["risk"] |= {"mean": 0.1, "low": 0.01, "high": 0.123, "n": 4}
+    weak["verdict"] |= {"verdict": "reads", "says": "reads (span: 1 of 4 notes nearly whole)"}
+    strong |= {"bound": None, "position": 1.0}
+    strong["risk"] |= {"mean": 0.1, "low": 0.01, "high": 0.234}
+    result = {**done[1], "families": [part]}
+    page = render_calibration(result, CalibrationPlan(Plan()).identity(), [], Made())
+    bounds = re.findall(r'data-name="bound">([^<]*)<', page)
+    assert bounds[-2:] == ["reads", "not measured"] and "23.4" not in bounds
+    missed = outcome({**part, "status": "unreached"}, result)
+    assert f"{weak['setting']} reached 10.0 % (1.0 to 12.3), n = 4 by" in missed
+    assert missed.endswith("; reads (span: 1 of 4 notes nearly whole)."), "why the target is missed nevertheless"
+    assert "weakest protection that holds" not in page and "No setting is said to hold here." in page
+    shown = render_calibration(done[1], CalibrationPlan(Plan()).identity(), [], Made())
+    assert "weakest protection that holds" in shown
 
 
 def test_a_run_that_was_cut_off_does_not_show_the_result_of_an_earlier_one(

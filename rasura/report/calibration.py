@@ -13,6 +13,7 @@ from rasura.report.commands import applied
 from rasura.report.head import Made, duration, machine, origin, settings
 from rasura.report.language import number, recorded, size, tell
 from rasura.report.matrix import risk_name
+from rasura.report.search import judged
 from rasura.report.template import COLOURS, filled
 from rasura.report.training import cheapest, chose, unproven
 
@@ -60,16 +61,17 @@ def outcome(part: Mapping[str, Any], result: Mapping[str, Any]) -> str:
         )  # fmt: skip
     if part["status"] == "not measured" and part["unjudged"]:
         return f"{name}: {'; '.join(part['unjudged'])}."
-    measured = [p for p in part["points"] if p["risk"] and p["position"] is not None]  # what it reads without is no setting
+    measured = [p for p in judged(part["points"]) if p["position"] is not None]  # what it reads without is no setting
     if not measured:
         reasons = sorted({r for p in part["points"] for r in p["reasons"]})
         why = "; ".join(reasons[:2]) or tell("no attack applies")
         return tell("{name}: could not be measured ({why}).", name=name, why=why)
     best = min(measured, key=lambda p: p["risk"]["high"])
+    read = f"; {best['verdict']['says']}" if best["risk"]["high"] <= result["at_most"] else ""
     return tell(
         "No setting of {name} keeps the upper bound of {metric} at or below {target}: {setting} reached {risk} by {by}.",
         name=name, metric=risk_name(str(result["risk"])), target=target, setting=best["setting"], risk=share(best["risk"]),
-        by=_by(best),
+        by=f"{_by(best)}{read}",
     )  # fmt: skip
 
 
@@ -220,7 +222,7 @@ def _plan(plan: Mapping[str, Any], result: Mapping[str, Any]) -> dict[str, Any]:
 
 def _dot(part: Mapping[str, Any]) -> tuple[float, ...] | None:
     """The risk at the setting found, or the lowest that was measured, with its interval, in percent."""
-    measured = [p["risk"] for p in part["points"] if p["risk"]]
+    measured = [p["risk"] for p in judged(part["points"])]
     risk = part["chosen"]["risk"] if part["status"] in REACHED else min(measured, key=lambda r: r["high"], default=None)
     return risk and (100 * risk["mean"], 100 * risk["low"], 100 * risk["high"])
 
@@ -232,9 +234,8 @@ def _height(value: float) -> float:
 def _plot(
     result: Mapping[str, Any], title: str, note: str, low: str, high: str, curves: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    guesses = [
-        level["mean"] for f in result["families"] for p in f["points"] for level in p["levels"] if level["attack"] == "blind"
-    ]
+    every = (level for f in result["families"] for p in f["points"] for level in p["levels"])
+    guesses = [level["mean"] for level in every if level["attack"] == "blind"]
     labels: list[dict[str, Any]] = []
     for curve in curves:
         if curve["ring"]:
@@ -272,7 +273,7 @@ def _by_strength(result: Mapping[str, Any]) -> dict[str, Any] | None:
     curves = []
     for place, f in enumerate(result["families"]):
         # Without the open part there is no place on a scale of ratios: left of it.
-        at = [(100 + 380 * p["position"] if p["position"] is not None else 70.0, p) for p in f["points"] if p["risk"]]
+        at = [(100 + 380 * p["position"] if p["position"] is not None else 70.0, p) for p in judged(f["points"])]
         if at:
             curves.append(_curve(f, place, at))
     if not curves:

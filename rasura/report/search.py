@@ -53,6 +53,11 @@ def holds(point: Mapping[str, Any], at_most: float) -> bool:
     return point["bound"] is not None and point["bound"] <= at_most
 
 
+def judged(points: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The settings whose figures may stand: none is said of one that could not be judged."""
+    return [p for p in points if p["risk"] and p["bound"] is not None]
+
+
 def not_found(points: Sequence[Mapping[str, Any]], at_most: float) -> dict[str, Any]:
     """The status of a protection of which no setting was found, from weak to strong: whether the target was missed, or could
     not be judged beyond the last setting that misses it. Why not is said of one setting, since the reasons of several would
