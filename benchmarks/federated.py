@@ -29,7 +29,7 @@ from typing import Any
 
 from safetensors.torch import load_file
 
-from rasura.data.columns import model_classes
+from rasura.data.classes import model_classes
 from rasura.data.text import load_labelled
 from rasura.integrations.flower.identities import make_identities
 from rasura.integrations.flower.new_app import new_app

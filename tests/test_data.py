@@ -51,6 +51,7 @@ def test_three_formats_give_the_same_examples(tmp_path: Path) -> None:
         ("a.jsonl", '{"text": "x", "input_ids": [1e999]}', "row 1: input_ids are not whole numbers"),
         ("a.csv", 'text;label\n"one;0\n', "row 1 .line 2.: a quote is not closed"),
         ("a.csv", "text,label\none, two,0\n", "row 1 .line 2.: 3 cells, but the header has 2"),
+        ("a.csv", "id,text,label\n1,one\ntwo,0\n", "row 1 .line 2.: 2 cells, but the header has 3.*; quote .* a line break"),
         ("a.csv", "text,text\na,b\n", "two columns are named text"),
         ("a.csv", "review,comment\na,b\n", "text may be column comment, review; choose with --text-column"),
         ("a.csv", "a\0b\n", "zero bytes"),

@@ -314,6 +314,17 @@ def test_columns_that_are_not_read_are_named(tmp_path: Path, caplog: pytest.LogC
     assert one.endswith("not read: question") and other.endswith("not read: author")
 
 
+def test_keys_that_only_later_rows_have_are_named_when_they_are_not_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "rasura.data")
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "one"}\n{"text": "two", "label": 1, "answer": "three"}\n{"text": "four", "class": 0}\n')
+    assert [e.label for e in load_examples(path)] == [None, 1, None]
+    (line,) = (record.getMessage() for record in caplog.records)
+    assert line.endswith("not read: answer, class")
+
+
 def test_a_text_without_label_or_out_of_range_is_named_by_its_row(tmp_path: Path, model_folder: Path) -> None:
     import transformers
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
-from pathlib import Path
 from typing import Any
 
 from rasura.core.errors import InputError
@@ -35,9 +33,6 @@ LABEL = ("label", "labels", "class", "category", "target", "sentiment", "klasse"
 NAMES = "label_text"
 """Column with the name of each row's label, beside ``label`` with its number."""
 
-CLASSES = "classes.json"
-"""The file beside a trained adapter that names its classes, as the configuration of a model does."""
-
 MAX_CLASSES = 10_000
 """Labels are below this limit, so that no huge head is made for a number that is not a label."""
 
@@ -58,8 +53,8 @@ class Columns:
 
 
 class Chosen:
-    """The columns of one file: those of ``asked``, or with usual names. ``text``, and in ``left`` the columns that are not
-    read, are known after the first row."""
+    """The columns of one file: those of ``asked``, or with usual names. ``text`` is known after the first row. ``left``: the
+    columns that are not read, of all rows so far."""
 
     def __init__(self, asked: Columns, source: str) -> None:
         self.asked, self.source = asked, source
@@ -67,6 +62,7 @@ class Chosen:
         self.pair: str | None = None
         self.label: str | None = None
         self.left: list[str] = []
+        self._seen: set[str] = set()
 
     def wanted(self, names: tuple[str, ...]) -> list[str]:
         """Of the columns ``names``, those to read, the text's first. Raises ``InputError`` if there is no text column."""
@@ -85,7 +81,7 @@ class Chosen:
         pair = self.asked.pair or PAIR.get(text.casefold(), "")
         self.pair = self._one("pair", self.asked.pair, names, (pair.casefold(),))
         self.label = self._one("label", self.asked.label, names, LABEL)
-        more = [n for n in names if n in ("input_ids", "token_type_ids") or (n == NAMES and self.label == "label")]
+        more = [n for n in names if self._beside(n)]
         if self.asked.unit is not None:
             if self.asked.unit not in names:
                 raise InputError(
@@ -94,16 +90,29 @@ class Chosen:
                 )
             more.append(self.asked.unit)
         read = list(dict.fromkeys([n for n in (text, self.pair, self.label) if n is not None] + more))
-        self.left = [n for n in names if n not in read and n.casefold() not in NUMBERS]
+        self._seen, self.left = set(names), self._unread(names)
         return read
 
-    def also(self, names: Iterable[str]) -> None:
-        """Of rows with keys of their own: the pair or the label, where only a later row has one."""
+    def _beside(self, name: str) -> bool:
+        """Whether the column ``name`` is read with the text and the label: its tokens, and the name of its label."""
+        return name in ("input_ids", "token_type_ids") or (name == NAMES and self.label == "label")
+
+    def _unread(self, names: Iterable[str]) -> list[str]:
+        read = (self.text, self.pair, self.label, self.asked.unit)
+        return [n for n in names if n not in read and not self._beside(n) and n.casefold() not in NUMBERS]
+
+    def also(self, row: Iterable[str]) -> None:
+        """Of rows with keys of their own: the pair or the label, and what is not read, where only a later row has it."""
+        names = [n for n in row if n not in self._seen]
+        if not names:
+            return
         for kind, asked, usual in (
             ("pair", self.asked.pair, (PAIR.get(str(self.text).casefold(), ""),)), ("label", self.asked.label, LABEL)
         ):  # fmt: skip
             if getattr(self, kind) is None:
-                setattr(self, kind, self._one(kind, asked, tuple(names), usual, strict=False))
+                setattr(self, kind, self._one(kind, asked, names, usual, strict=False))
+        self._seen.update(names)
+        self.left += self._unread(names)
 
     def _one(
         self, kind: str, asked: str | None, names: Sequence[str], usual: Sequence[str], strict: bool = True
@@ -247,35 +256,6 @@ def person(name: str | int) -> str:
     """The one writing of a person's ``name``: a number as text, without space around it, accents composed. One person who
     counts as two has less of a guarantee than is said."""
     return unicodedata.normalize("NFC", str(name)).strip()
-
-
-def model_classes(model: str) -> tuple[str, ...]:
-    """Names of the classes that a model's folder gives, or that of an adapter's base model; empty for a hub id, and where
-    they are ``LABEL_0`` and so on."""
-    folder = Path(model)
-    try:
-        path = next((p for p in (folder / "config.json", folder / CLASSES) if p.exists()), None)
-        if path is None:
-            path = Path(_read(folder / "adapter_config.json")["base_model_name_or_path"]) / "config.json"
-        return class_names(_read(path)["id2label"])
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
-        return ()
-
-
-def _read(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8")) if path.stat().st_size < 1 << 24 else {}
-
-
-def class_names(id2label: Any) -> tuple[str, ...]:
-    """The names of the classes 0, 1, ... in the field of a model's config; empty where they are ``LABEL_0`` and so on."""
-    try:
-        names = {int(k): v for k, v in id2label.items()}
-    except (ValueError, TypeError, AttributeError):
-        return ()
-    usual = all(isinstance(v, str) and re.fullmatch(r"LABEL_\d+", v) for v in names.values())
-    if usual or sorted(names) != list(range(len(names))) or not all(isinstance(v, str) for v in names.values()):
-        return ()
-    return tuple(names[k] for k in range(len(names)))
 
 
 def _few(names: Sequence[str]) -> str:

@@ -162,10 +162,11 @@ class Source:
             number += 1
             if not any(c.strip() for c in cells):
                 continue
-            if any(c.strip() for c in cells[len(names) :]):
+            if len(cells) < len(names) or any(c.strip() for c in cells[len(names) :]):
                 raise InputError(
                     f"{self.path}, row {number} (line {table.line_num}): {len(cells)} cells, but the header has "
-                    f"{len(names)} (separator {SEPARATORS.get(separator, repr(separator))}); quote cells that contain it"
+                    f"{len(names)} (separator {SEPARATORS.get(separator, repr(separator))}); "
+                    f"quote cells that contain {'it' if len(cells) > len(names) else 'a line break'}"
                 )
             yield number, {n: c for n, c in zip(names, cells) if n and not (c == "" and n != needed[0])}
 

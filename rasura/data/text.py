@@ -18,7 +18,8 @@ from rasura.core.batches import Batch
 from rasura.core.interfaces import InputError
 from rasura.core.values import Task
 from rasura.core.vocabulary import readable, unknown_ids
-from rasura.data.columns import NAMES, Chosen, Columns, Labels, model_classes, person, taken
+from rasura.data.classes import model_classes
+from rasura.data.columns import NAMES, Chosen, Columns, Labels, person, taken
 from rasura.data.rows import MAX_CELL, Source, shown
 
 _LOG = logging.getLogger("rasura.data")
@@ -85,10 +86,9 @@ def load_examples(
     for number, row in islice(rows, limit):
         if chosen.text is None:
             chosen.wanted(tuple(map(str, row)))
-        elif None in (chosen.pair, chosen.label):
+        else:
             chosen.also(row)
-        example = _example(row, number, chosen, labels)
-        examples.append(example)
+        examples.append(example := _example(row, number, chosen, labels))
         size += len(example.text) + len(example.text_pair or "")
         if size > MAX_TEXT or len(examples) > MAX_ROWS:
             raise InputError(

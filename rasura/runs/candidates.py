@@ -18,7 +18,7 @@ from rasura.core.local import Local
 from rasura.core.rng import generator, permutation
 from rasura.core.updates import changed
 from rasura.core.values import Observation
-from rasura.data.columns import class_names, model_classes
+from rasura.data.classes import class_names, model_classes
 from rasura.data.text import Example, encode, load_examples, load_labelled
 from rasura.metrics.intervals import pairs_interval
 from rasura.metrics.membership import Rate, auc, needed, tpr_at

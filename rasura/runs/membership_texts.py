@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 
 from rasura.core.batches import Batch, contents, places_of_each
 from rasura.core.errors import InputError
-from rasura.data.columns import model_classes
+from rasura.data.classes import model_classes
 from rasura.data.overlap import texts_hash, wording_of
 from rasura.data.text import Example, check_named, columns_of, load_examples, place_of
 from rasura.runs.membership_plan import MembershipPlan

@@ -11,7 +11,7 @@ from typing import Any
 from rasura.core.errors import InputError
 from rasura.core.files import name_for, write_whole
 from rasura.core.records import canonical
-from rasura.data.columns import CLASSES
+from rasura.data.classes import CLASSES
 
 SERVED = "served.safetensors"
 """The weights of a trained service, in the folder of its training."""

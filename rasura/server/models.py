@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rasura.data.columns import class_names
+from rasura.data.classes import class_names
 from rasura.server.container import CONFIG, WEIGHTS, tensor_shapes
 from rasura.server.limits import Refused
 from rasura.service_protections.obfuslm.key import PAIR
