@@ -62,6 +62,7 @@ def test_variants_of_the_one_text_of_a_round_are_not_said_to_be_in_it(tmp_path: 
     found = read(tmp_path, victim, [MEMBER], [*VARIANTS, MEMBER, OTHER, "The  patient" + MEMBER[11:]])
     assert all((one.p or 1) <= 0.01 for one in found.candidates[:4]), "p is that of unrelated texts"
     assert verdicts(found) == [LIKE, LIKE, LIKE, IN, "not told", IN], "the last one is the same text to the model"
+    assert found.by_chance == pytest.approx(0.05), "of five different candidates"
     assert json.loads(json.dumps(found.to_dict()))["candidates"][0]["verdict"] == "much like a text that scores higher"
 
 

@@ -12,12 +12,24 @@ import torch
 from safetensors.torch import save_file
 
 from rasura.attacks.updates.candidates import agreement, fall, last_weights, scores
+from rasura.cli.candidates import listed
 from rasura.core.interfaces import InputError
 from rasura.core.updates import changed
 from rasura.data.text import Example
 from rasura.metrics.membership import auc, tpr_at
 from rasura.registry import parse_update
-from rasura.runs.candidates import ENOUGH, CandidatesRead, inputs_of, judged, read_candidates, reliability, rows_of, simulate
+from rasura.runs.candidates import (
+    ENOUGH,
+    IN,
+    Candidate,
+    CandidatesRead,
+    inputs_of,
+    judged,
+    read_candidates,
+    reliability,
+    rows_of,
+    simulate,
+)
 from rasura.runs.reading import ReadRequest
 from rasura.testing.tiny import CLS, SEP, VOCABULARY, batch_of, tiny
 from rasura.victims.loading import Victim, load
@@ -105,6 +117,13 @@ def test_simulated_rounds_hide_what_is_hidden(update: str) -> None:
     assert simulate(one, ROWS, names, local, 3, 1, seed=0, visible={}) == simulate(one, ROWS, names, local, 3, 1, seed=0)
 
 
+def test_of_many_candidates_it_is_said_how_many_are_in_the_round_by_chance(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of 400 texts that were in no round, four were called so, without a word."""
+    found = tuple(Candidate(f"note {k}", 0.5, 0.01, IN if k < 4 else "not told") for k in range(400))
+    listed(CandidatesRead(found, ENOUGH, by_chance=4.0), None)
+    assert "up to 4 on average are called so by chance" in " ".join(capsys.readouterr().out.split())
+
+
 def test_candidates_of_a_file(tmp_path: Path, minilm_path: Path) -> None:
     one = load(minilm_path, "classification")
     texts = ["the patient owes 4250 euros", "the court sits at noon", "a letter came from basel", "snow fell all night"]
@@ -121,6 +140,7 @@ def test_candidates_of_a_file(tmp_path: Path, minilm_path: Path) -> None:
     assert first.score > 0.999 and first.score > second.score
     assert first.p == pytest.approx(1 / 3) and first.verdict == "no level"
     assert found.auc is not None and found.tpr is None and found.references == 2
+    assert found.by_chance == pytest.approx(0.02), "two candidates, each called so by chance in one of a hundred rounds"
     with pytest.raises(InputError, match="1 of the candidates"):
         (tmp_path / "others.jsonl").write_text(json.dumps({"text": texts[0], "label": 1}) + "\n", encoding="utf-8")
         read_candidates(tmp_path / "update.safetensors", files["given"], one, request)

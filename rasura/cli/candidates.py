@@ -19,21 +19,31 @@ SimulatedRounds = Annotated[
 
 def candidates_read(update: Path, candidates: Path, victim: Any, request: Any, simulated: int, as_json: bool) -> None:
     """Print which texts of the file ``candidates`` were in the round, and how reliable such an answer is."""
-    from rasura.runs.candidates import BEYOND, ENOUGH, IN, read_candidates
+    from rasura.runs.candidates import read_candidates
 
     with err.status("scoring"):
         found = read_candidates(update, candidates, victim, request, simulated)
     if as_json:
         say_json(found.to_dict())
-        return
+    else:
+        listed(found, request.size)
+
+
+def listed(found: Any, size: int | None) -> None:
+    """Print the answers of ``found``, a ``CandidatesRead``, of a batch of ``size`` texts, and what they are worth."""
+    from rasura.runs.candidates import BEYOND, ENOUGH, IN
+
     for one in found.candidates:
         p = "" if one.p is None else f" p {one.p:.3f}"
         say(f"{one.verdict}: score {one.score:.4f}{p}: {one.text[:80]}")
     told = {one.verdict for one in found.candidates}
     if IN in told:
-        out.print(f'"{IN}": this text, or one much like it')
+        out.print(
+            f'"{IN}": this text, or one much like it; of candidates that were not, up to {found.by_chance:g} on average are '
+            "called so by chance"
+        )
     if BEYOND in told:
-        out.print(f"the batch holds {request.size}: no more texts are said to be in the round")
+        out.print(f"the batch holds {size}: no more texts are said to be in the round")
     if found.repeated:
         out.print(f"{found.repeated} repeated reference texts were left out: a text counts once, as the model sees it")
     if found.references < ENOUGH:

@@ -60,7 +60,8 @@ class Candidate:
 class CandidatesRead:
     """The candidates in the file's order, and the reliability of the score: its AUC and its true positive rate at 1 % false
     positives in ``simulated`` rounds of reference texts; None without simulated rounds, or with fewer texts than the level
-    needs. ``references``: different reference texts, as the model sees them; ``repeated``: rows that were left out."""
+    needs. ``references``: different reference texts, as the model sees them; ``repeated``: rows that were left out.
+    ``by_chance``: so many candidates are ``in the round`` on average, at most, if none of them was in it."""
 
     candidates: tuple[Candidate, ...]
     references: int
@@ -68,6 +69,7 @@ class CandidatesRead:
     auc: Rate | None = None
     tpr: Rate | None = None
     repeated: int = 0
+    by_chance: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as ``rasura read --candidates --json`` prints them."""
@@ -114,10 +116,11 @@ def read_candidates(
         listed = tuple(
             Candidate(e.text, s, p, word.get(key, verdict)) for e, s, (p, verdict), key in zip(given, found, told, same)
         )
+        repeated, by_chance = len(read) - len(rows), LEVEL * len(set(same))
         if not simulated:
-            return CandidatesRead(listed, len(rows), repeated=len(read) - len(rows))
+            return CandidatesRead(listed, len(rows), repeated=repeated, by_chance=by_chance)
         rounds = simulate(victim, rows, list(sent), local, request.size, simulated, request.seed, visible, signed)
-    return CandidatesRead(listed, len(rows), simulated, *reliability(rounds), len(read) - len(rows))
+    return CandidatesRead(listed, len(rows), simulated, *reliability(rounds), repeated, by_chance)
 
 
 def _labelled(file: str | Path, victim: Victim) -> list[Example]:
