@@ -125,9 +125,11 @@ def test_lemmas_join_forms_and_take_a_subword_for_its_letters() -> None:
 
 @pytest.mark.parametrize("language", ["en", None])
 def test_what_reads_like_the_token_has_its_lemma(language: str | None) -> None:
-    """An account number's ``3`` became ``₃`` or ``three``, and the report said that it was replaced by another meaning."""
+    """An account number's ``3`` became ``₃``, ``三`` or ``three``, and the report said that it was replaced by another
+    meaning."""
     alike = [
-        ("3", "##₃", "³", "３"),
+        ("3", "##₃", "³", "３", "三", "\N{ARABIC-INDIC DIGIT THREE}"),
+        ("k", "##\N{CYRILLIC SMALL LETTER KA}", "\N{GREEK SMALL LETTER KAPPA}"),
         ("!", "！"),
         ("...", "…"),
         ("said", "ſaid"),

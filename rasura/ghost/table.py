@@ -25,7 +25,7 @@ RELAXED = ("none", "overlap", "overlap and mutual neighbours", "no substitute", 
 
 NONE, POLICY = RELAXED.index("no substitute"), RELAXED.index("kept by policy")
 
-SCHEMA = 6
+SCHEMA = 7
 
 TENSORS = ("offsets", "ids", "k", "relaxed", "groups")
 """The tensors of a table's file."""

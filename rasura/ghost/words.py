@@ -19,6 +19,9 @@ NUMERALS = {word: str(n) for n, word in enumerate(_UNITS.split())}
 NUMERALS |= {word: str(10 * n) for n, word in enumerate(_TENS.split(), 3)}
 """English numerals and their digits: ``four`` in place of ``4`` shows it."""
 
+LATIN = str.maketrans("асеһіјкорԛѕуԝхαικνορυχ", "acehijkopqsywxaikvopux")
+"""Cyrillic and Greek letters, in lower case, and the Latin ones that a reader takes them for."""
+
 
 @lru_cache(maxsize=8)
 def token_texts(vocabulary: Vocabulary) -> tuple[str, ...]:
@@ -63,7 +66,13 @@ def bare(piece: str) -> str:
 
 def letters(word: str) -> str:
     """What a reader takes ``word`` for: without accents, case, and forms such as subscripts, full width and ligatures;
-    of an English numeral, its digits."""
+    Cyrillic and Greek letters that look Latin as these; of a numeral, English or of one sign, its digits."""
     parts = unicodedata.normalize("NFKD", word)
     plain = "".join(c for c in parts if not unicodedata.combining(c)).casefold() or word
-    return NUMERALS.get(plain, plain)
+    return NUMERALS.get(plain) or "".join(map(_digits, plain)).translate(LATIN)
+
+
+def _digits(sign: str) -> str:
+    """The digits of a ``sign`` that is a whole number in any script, such as ``四``; other signs unchanged."""
+    value = unicodedata.numeric(sign, 0.5)
+    return str(int(value)) if value.is_integer() else sign
