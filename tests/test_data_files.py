@@ -309,9 +309,12 @@ def test_columns_that_are_not_read_are_named(tmp_path: Path, caplog: pytest.LogC
     load_examples(path, columns=Columns(text="sentence"))
     path.write_text("id,text,author,label\n0,who,Ada,1\n")
     load_examples(path)
-    qnli, one, other = (record.getMessage() for record in caplog.records)
+    path.write_text(",text,\nAda,who,x\n")
+    load_examples(path)
+    qnli, one, other, bare = (record.getMessage() for record in caplog.records)
     assert "text from column 'question', pair from column 'sentence'" in qnli and "not read" not in qnli
     assert one.endswith("not read: question") and other.endswith("not read: author")
+    assert bare.endswith("not read: 2 without a name"), "it said: not read: none"
 
 
 def test_keys_that_only_later_rows_have_are_named_when_they_are_not_read(

@@ -272,5 +272,7 @@ def taken(chosen: Chosen, labels: Labels, more: Sequence[str]) -> str | None:
     if names := labels.names:
         parts.append("labels: " + _few([f"{k} = {n}" for k, n in enumerate(names)]))
     if chosen.left:
-        parts.append(f"not read: {shown(set(chosen.left))}")
+        named, bare = {n for n in chosen.left if n}, chosen.left.count("")
+        left = [*([shown(named)] if named else []), *([f"{bare} without a name"] if bare else [])]
+        parts.append(f"not read: {', '.join(left)}")
     return f"{chosen.source}: {', '.join(parts)}" if parts else None
