@@ -312,7 +312,8 @@ def test_a_roster_without_oneself_or_with_a_key_twice_is_refused() -> None:
 
 
 def test_updates_outside_the_encoding_are_refused() -> None:
-    for steps in (np.full(40, 1 << 15, np.int32), np.zeros(39, np.int32), np.zeros(40, np.int64)):
+    least = np.full(40, np.iinfo(np.int32).min, np.int32)  # its own size in int32, and 0 in a sum of 18 bits
+    for steps in (np.full(40, 1 << 15, np.int32), least, np.zeros(39, np.int32), np.zeros(40, np.int64)):
         side = Side(setting_of(), 4, updates={1: steps})  # type: ignore[dict-item]
         assert side.run().clients == 3 and "an update of" in side.refused[0][2]
 

@@ -232,7 +232,8 @@ class Client:
                 f"{readable} shares can be read, and {known.round.plan.threshold} are needed: the neighbours train another "
                 "model, or have another list of clients"
             )
-        if steps.shape != (encoding.values,) or steps.dtype != np.int32 or int(np.abs(steps).max()) > encoding.half:
+        right = steps.shape == (encoding.values,) and steps.dtype == np.int32
+        if not right or max(int(steps.max()), -int(steps.min())) > encoding.half:
             raise Refused(f"an update of {steps.shape} steps; expected {encoding.values} within {encoding.half} of zero")
         vector = np.zeros(encoding.values + CHECKS, np.uint32)
         vector[: encoding.values] = steps.view(np.uint32)
