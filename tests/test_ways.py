@@ -20,6 +20,7 @@ from rasura.report.findings import findings
 from rasura.report.head import Made
 from rasura.report.language import LANGUAGES, written_in
 from rasura.report.page import render
+from rasura.report.protections import protection_rows
 from rasura.report.ways import SOURCE, VALUES, WAYS, way_lines, way_of
 from rasura.testing.tiny import CLS, SEP, batch_of, tiny
 from rasura.victims.step import message_for
@@ -94,6 +95,28 @@ def test_the_page_has_the_table_and_the_curve_of_the_run(language: str) -> None:
     said = {"en": "At least 4 clients", "de": "Mindestens 4 Clients", "fr": "Au moins 4 clients"}
     assert said[language] in page
     assert "sealing:all/by=secagg" in page.replace(" / ", "/")
+
+
+@pytest.mark.parametrize(
+    ("setting", "promised", "private"),
+    [
+        ("all", "none by scheme=none, which encrypts nothing", False),
+        ("grad=0.1/embeddings=sealed", "none by scheme=none, which encrypts nothing", False),
+        ("all/by=bfv", "security of the encryption scheme", False),
+        ("param=0.1/scheme=ckks", "security of the encryption scheme", False),
+        ("all/by=secagg", "none for the sum", False),
+        ("all/noise=0.0/by=secagg", "none for the sum", False),
+        ("all/by=secagg/noise=1.0/clip=0.1", "differential privacy for the sum", True),
+    ],
+)
+def test_the_promise_of_sealing_is_that_of_its_setting(setting: str, promised: str, private: bool) -> None:
+    """A report called the sealed entries encrypted where nothing was, and secret where the server learns their sum."""
+    defense = f"frozen-embeddings+sealing:{setting}"
+    some = findings([*READ, *column("span", defense, [None] * MANY, "not_applicable")])
+    row = next(r for r in protection_rows(some, PLAN, [], MADE) if r.name == defense)
+    guarantee = dict(row.costs)["guarantee"]
+    assert promised in guarantee and row.private is private
+    assert ("encryption scheme" in guarantee) is ("bfv" in setting or "ckks" in setting)
 
 
 def batch(count: int) -> Batch:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rasura.core.options import names_of
+from rasura.core.options import name_of, names_of, parts_of
 from rasura.report.commands import Step, next_step
 from rasura.report.findings import recommended
 from rasura.report.head import UNKNOWN, Made, per
@@ -15,6 +15,7 @@ from rasura.report.matrix import Entry, Findings
 from rasura.report.missing import HOLDS_WITHIN
 from rasura.report.pooled import Level
 from rasura.report.verdicts import Verdict, plain
+from rasura.report.ways import sealed_promise
 
 PRIVATE = "differential privacy"
 """What a guarantee is called that the registry records with epsilon."""
@@ -59,7 +60,7 @@ def protection_rows(
             f.figure(name),
             _costs(name, f, made, plan),
             next_step(v, f, plan, records, made.protections),
-            any(PRIVATE in made.protections.get(n, {}).get("guarantee", "") for n in names_of(v.defense)),
+            any(PRIVATE in promise for promise in _promises(v.defense, made)),
         )
         for name, v in ((c, f.verdicts[c]) for c in f.columns)
     )
@@ -95,12 +96,11 @@ def _costs(name: str, f: Findings, made: Made, plan: Mapping[str, Any]) -> tuple
 
 def _guarantee(defense: str, made: Made) -> str:
     """The kind of formal guarantee. Its epsilon follows from a training run, which an audit does not have."""
-    names = names_of(defense)
     if plain(defense):
         return tell("none")
-    if not all(n in made.protections for n in names):
+    if not all(n in made.protections for n in names_of(defense)):
         return recorded(UNKNOWN)
-    kinds = [g for n in names if (g := made.protections[n].get("guarantee", "")) not in ("", "none")]
+    kinds = _promises(defense, made)
     if not kinds:
         return tell("none; the verdict is empirical")
     said = "; ".join(map(recorded, kinds))
@@ -108,6 +108,12 @@ def _guarantee(defense: str, made: Made) -> str:
         return f"{said}."
     epsilon = tell("Epsilon was not computed in this run: it depends on the whole training (rasura account).")
     return f"{said}. {epsilon}"
+
+
+def _promises(defense: str, made: Made) -> list[str]:
+    """The formal guarantees that are recorded for the parts of ``defense``; of sealing, the one of its scheme."""
+    known = ((part, made.protections.get(name_of(part), {}).get("guarantee", "")) for part in parts_of(defense))
+    return [sealed_promise(part) if name_of(part) == "sealing" else g for part, g in known if g not in ("", "none")]
 
 
 def plot(rows: Sequence[Row], f: Findings, limit: float | None = None) -> dict[str, Any]:

@@ -65,6 +65,13 @@ WAYS = (
         "the sum of all clients, with noise", THIRD, A_THIRD),
 )  # fmt: skip
 
+LEFT_OUT = "none by scheme=none, which encrypts nothing; bytes and time are without encryption"
+ENCRYPTED = "security of the encryption scheme for the sealed entries; none for the others"
+SUMMED = "security of secure aggregation for each single update; none for the sum, or for entries that stay clear"
+SUMMED_WITH_NOISE = (
+    "security of secure aggregation for each single update; differential privacy for the sum, counted by the server's ledger"
+)
+
 
 @dataclass(frozen=True)
 class Line:
@@ -94,6 +101,17 @@ def way_of(defense: str) -> str | None:
     if scheme == "secagg" and whole:
         return "sealing:all/by=secagg/noise=1.0" if "noise=" in defense else "sealing:all/by=secagg"
     return None
+
+
+def sealed_promise(part: str) -> str:
+    """What ``sealing`` guarantees as one ``part`` of a protection is written, for ``recorded``."""
+    given = dict(option.partition("=")[::2] for option in part.strip().split("/")[1:])
+    scheme = given.get("by", given.get("scheme", "none"))
+    if scheme in ("bfv", "ckks"):
+        return ENCRYPTED
+    if scheme != "secagg":
+        return LEFT_OUT
+    return SUMMED if float(given.get("noise", 0)) == 0 else SUMMED_WITH_NOISE
 
 
 def way_lines(f: Findings) -> tuple[Line, ...]:
