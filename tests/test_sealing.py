@@ -17,7 +17,7 @@ from rasura.core.values import Message, Reconstruction
 from rasura.core.wire import from_bytes, to_bytes
 from rasura.defenses.homomorphic import Sealed, added, opened_sum
 from rasura.defenses.homomorphic_keys import make_keys
-from rasura.defenses.sealing import Sealing, agreed_scales, flattened, mask, sealing, unflattened
+from rasura.defenses.sealing import Sealing, agreed_scales, flattened, mask, parsed, sealing, unflattened
 from rasura.defenses.significance import NAMED, scores, sensitivity
 from rasura.registry import attack, parse_defense
 from rasura.testing.tiny import CAUSAL_VOCABULARY, CLS, SEP, VOCABULARY, batch_for, batch_of, tiny
@@ -207,12 +207,16 @@ def test_what_is_sealed_is_not_in_the_clear_and_what_is_not_is() -> None:
         ("structural=0.1", "no ratio"), ("gard=0.1", "unknown significance 'gard'"),
         ("grad=x", "grad is 'x'; expected a value like 0.1"),
         ("grad=0.1/scope=block", "expected global, tensor"), ("all/cipher=aes", "no option 'cipher'"),
-        ("all/scheme=rsa", "expected none, bfv, ckks"),
+        ("all/scheme=rsa", "expected none, bfv, ckks"), ("all/by=secagg/clip=0.1", "clips nothing without noise"),
     ],
 )  # fmt: skip
 def test_wrong_settings_are_refused(text: str, reason: str) -> None:
     with pytest.raises(InputError, match=reason):
         parse_defense(f"sealing:{text}")
+
+
+def test_the_default_scheme_can_be_named() -> None:
+    assert parsed("grad=0.1/scheme=none") == parsed("grad=0.1")
 
 
 # --- what the mask itself says, and the published test

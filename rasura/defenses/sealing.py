@@ -72,6 +72,8 @@ class Sealing:
             raise InputError(
                 "sealing: noise in the sum needs sealing:all/by=secagg, without embeddings=clear; clear entries have none"
             )
+        if self.clip != Sealing.clip and not self.noise:
+            raise InputError(f"sealing: clip={self.clip} clips nothing without noise in the sum; add noise= beside it")
         for name, value, known in (
             ("scope", self.scope, ("global", "tensor")),
             ("embeddings", self.embeddings, get_args(Embeddings)),
@@ -263,6 +265,8 @@ def parsed(text: str) -> Sealing:
     usual = {f.name: f.default for f in fields(Sealing) if f.name not in ("metric", "ratio")}
     share = options("sealing", first, {metric: 0.1})[metric] if ratio else None
     found = options("sealing", rest, {**usual, "by": "bfv"})
+    if "scheme" in found:
+        found["scheme"] = found["scheme"] or "none"  # which ``options`` takes for no value
     if "by" in found:
         if "scheme" in found:
             raise InputError("sealing: by and scheme say the same; write one of them")
