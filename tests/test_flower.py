@@ -119,6 +119,40 @@ def test_flower_refuses_too_many_clients_and_reports_clients_that_cannot_open(ke
     assert len(errors) == 1 and errors.pop().startswith("rasura: its key is")
 
 
+@pytest.mark.usefixtures("flower")
+@pytest.mark.parametrize("kind", [InputError, ValueError])
+@pytest.mark.parametrize("part", ["app", "setup"])
+def test_what_a_clients_own_code_raises_stays_in_its_log(
+    part: str, kind: type[Exception], caplog: pytest.LogCaptureFixture
+) -> None:
+    """It named the file, the row and the label of a text, and the reply brought it to the server."""
+    from flwr.app import Context, RecordDict
+
+    from rasura.integrations.flower import protection_mod, strategy
+
+    told, public, answers = "/ward/hiv.jsonl, row 12: label 7 is none of the classes", agree("none", model()), []
+
+    def raises(*given: Any) -> Any:
+        raise kind(told)
+
+    app, mod = app_of(public, trains=raises), protection_mod(raises)
+
+    def answer(node: int, message: Any) -> Any:
+        context = Context(1, node, {}, RecordDict(), {})
+        answers.append(app(node, message) if part == "app" else mod(message, context, lambda *given: message))
+        return answers[-1]
+
+    logging.getLogger("flwr").addHandler(caplog.handler)
+    try:
+        with pytest.raises(RoundFailed, match="0 updates are valid"):
+            strategy(public).start(grid=LocalGrid(range(3), answer), num_rounds=1)
+    finally:
+        logging.getLogger("flwr").removeHandler(caplog.handler)
+    reasons = {answer.error.reason for answer in answers}
+    assert reasons == {f"rasura: the {part} of this client failed ({kind.__name__}); its own log says why"}
+    assert told in caplog.text
+
+
 # The app that ``rasura new federated`` writes.
 
 

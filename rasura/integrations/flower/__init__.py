@@ -30,6 +30,7 @@ from rasura.integrations.flower.library import (
     METRICS,
     RECORD,
     flower,
+    kept_here,
     log,
     record,
     sent_bytes,
@@ -41,20 +42,8 @@ from rasura.integrations.flower.scales import Scale, block_scales, each, read_sc
 from rasura.integrations.flower.secure_sums import KEYS, TRAIN, Call, Masking, State, answered
 
 __all__ = [
-    "Agreement",
-    "Capture",
-    "ClientSetup",
-    "RoundFailed",
-    "agree",
-    "block_scales",
-    "check_folder",
-    "load_identity",
-    "local_part",
-    "make_identity",
-    "needs_keys",
-    "protection_mod",
-    "read_identities",
-    "strategy",
+    "Agreement", "Capture", "ClientSetup", "RoundFailed", "agree", "block_scales", "check_folder",
+    "load_identity", "local_part", "make_identity", "needs_keys", "protection_mod", "read_identities", "strategy",
 ]  # fmt: skip
 
 KEPT = "rasura-secure-sum"
@@ -77,7 +66,7 @@ def protection_mod(setup: Callable[[Any], ClientSetup]) -> Callable[[Any, Any, C
     weights under ``arrays`` and returns trained weights with the metric ``num-examples``. One Rasura message leaves the
     client, with the app's metrics and more: ``rasura-bytes``, ``rasura-cpu-seconds`` and, where there is an agreed scale,
     ``rasura-beyond`` (entries clipped to it). Other records are dropped. If a message cannot be decrypted or protected, the
-    client answers with an error of one line.
+    client answers with an error of one line; of what the app or ``setup`` raises, the server learns the kind alone.
     """
 
     def mod(message: Any, context: Any, call_next: Callable[[Any, Any], Any]) -> Any:
@@ -88,7 +77,8 @@ def protection_mod(setup: Callable[[Any], ClientSetup]) -> Callable[[Any, Any, C
             return app.Message(app.Error(code=0, reason=f"rasura: {error}"), reply_to=message)
 
     def handled(message: Any, context: Any, call_next: Callable[[Any, Any], Any], app: Any) -> Any:
-        client = setup(context)
+        with kept_here("setup"):
+            client = setup(context)
         if RECORD not in message.content:
             raise InputError("the server sent no record of Rasura; use rasura.integrations.flower.strategy on the server")
         told = message.content[RECORD]
@@ -106,7 +96,8 @@ def protection_mod(setup: Callable[[Any], ClientSetup]) -> Callable[[Any, Any, C
         plain = app.RecordDict({k: v for k, v in message.content.items() if k not in (RECORD, ARRAYS)})
         plain[ARRAYS] = record(before.weights)
         message.content = plain
-        reply = call_next(message, context)
+        with kept_here("app"):
+            reply = call_next(message, context)
         if reply.has_error():
             return reply
         found = list(reply.content.metric_records.values())

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
 
-from rasura.core.interfaces import MissingExtra
+from rasura.core.interfaces import InputError, MissingExtra
 
 RECORD, ARRAYS, METRICS, EXAMPLES = "rasura", "arrays", "metrics", "num-examples"
 """Names of the records of a message, and of the metric with the number of texts that a client trained on."""
@@ -26,9 +28,18 @@ def flower() -> tuple[Any, Any]:
 
 def log(text: str) -> None:
     """One line in Flower's log."""
-    import logging
-
     logging.getLogger("flwr").warning(text)
+
+
+@contextmanager
+def kept_here(part: str) -> Iterator[None]:
+    """Inside the block, the ``part`` of a client that is not Rasura's. What it raises is logged here and not sent, since it
+    may name files, rows and labels: the server is told its kind alone. Raises ``InputError`` in its place."""
+    try:
+        yield
+    except Exception as error:
+        logging.getLogger("flwr").exception(f"rasura: the {part} failed")
+        raise InputError(f"the {part} of this client failed ({type(error).__name__}); its own log says why") from None
 
 
 def record(arrays: Mapping[str, Tensor]) -> Any:
