@@ -53,6 +53,7 @@ def test_a_way_is_known_by_its_setting() -> None:
         if way.measured is not None and "param" not in way.setting:
             assert way_of(way.setting) == way.setting
     assert way_of("sealing:all/scheme=bfv") == "sealing:all/by=bfv"
+    assert way_of("sealing:all/by=secagg/noise=0.0") == "sealing:all/by=secagg"
     for other in (
         "sealing:all",
         "sealing:param=0.5/by=bfv",

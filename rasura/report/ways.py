@@ -99,7 +99,8 @@ def way_of(defense: str) -> str | None:
     if scheme == "bfv":
         return "sealing:all/by=bfv" if whole else None
     if scheme == "secagg" and whole:
-        return "sealing:all/by=secagg/noise=1.0" if "noise=" in defense else "sealing:all/by=secagg"
+        noisy = sealed_promise(defense) == SUMMED_WITH_NOISE
+        return "sealing:all/by=secagg/noise=1.0" if noisy else "sealing:all/by=secagg"
     return None
 
 
