@@ -89,6 +89,7 @@ def stored() -> set[str]:
         training.UNKNOWN,
         cut.OF_WHAT_IS_LEFT,
     }
+    found |= {ways.LEFT_OUT, ways.ENCRYPTED, ways.SUMMED, ways.SUMMED_WITH_NOISE}
     found |= {text for w in ways.WAYS for text in (w.name, w.reads, w.colluders, w.gone) if text}
     return found | CHOSEN
 
