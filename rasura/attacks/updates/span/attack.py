@@ -21,7 +21,16 @@ from rasura.attacks.updates.span.inputs import Inputs
 from rasura.attacks.updates.span.leverage import or_by_leverage
 from rasura.attacks.updates.span.null import each_once, prefixes_believed, rows_believed, tokens_believed
 from rasura.attacks.updates.span.prefixes import Prefix, grow
-from rasura.attacks.updates.span.rows import FULL, RowSpace, block_spaces, blocks_to_read, stand_ins, visible_blocks
+from rasura.attacks.updates.span.rows import (
+    FULL,
+    RowSpace,
+    as_sent,
+    block_spaces,
+    blocks_to_read,
+    hidden_by,
+    stand_ins,
+    visible_blocks,
+)  # fmt: skip
 from rasura.attacks.updates.span.scan import Scan
 from rasura.attacks.updates.span.tokens import Row, Search, candidates, clearest, plain, tell_rows
 from rasura.core.interfaces import AttackFailed, Budget, NotApplicable
@@ -53,7 +62,7 @@ class Span:
 
     def __call__(self, seen: Observation, *, rng: torch.Generator, budget: Budget) -> Reconstruction:
         if not self.adaptive:
-            return self._read(_as_sent(seen), rng, budget)
+            return self._read(as_sent(seen), rng, budget)
         guess = or_chained(or_by_leverage(lambda: self._read(seen, rng, budget), seen), seen)
         if guess.confidence == "verified" or not few_hidden(seen) or not parts(seen.model).causal:
             return guess
@@ -73,10 +82,7 @@ class Span:
         others = stand_ins(seen) if self.adaptive and known.causal and not (dropout or visible_blocks(seen)) else ()
         spaces = block_spaces(seen, others or blocks_to_read(seen)[:wanted], wanted)
         if not spaces:
-            rank = announced_update(seen).lora
-            most = f"more tokens than adapters of rank {rank} show" if rank else f"{known.hidden} tokens or more"
-            why = f"either the batch holds {most}, or rounding or noise hides it"
-            raise AttackFailed(f"the gradients show no row space: {why}")
+            raise AttackFailed(f"the gradients show no row space: {hidden_by(seen, others)}")
         inputs = Inputs(seen.model, others)
         longest = max(seen.lengths) if Grant.LENGTHS in seen else max(space.rank for space in spaces.values()) + 1
         ids = candidates(seen.vocabulary)
@@ -243,10 +249,10 @@ class Span:
         believed: Callable[[], bool],
         active: bool = False,
     ) -> Reconstruction:
-        tokens = tuple(tuple(t for t, _ in text) for text in texts)
+        tokens, count = tuple(tuple(t for t, _ in text) for text in texts), len(parts(seen.model).blocks)
         details: dict[str, Parameter] = {
             "rank": max(s.rank for s in spaces.values()),
-            "blocks": ",".join(str(k % len(parts(seen.model).blocks)) for k in sorted(spaces)),
+            "blocks": ",".join("output" if k >= 2 * count else str(k % count) for k in sorted(spaces)),
             "dropout_fit": active,
         }
         proof = None if active else prove(seen, tokens, [[s for _, s in text] for text in texts])
@@ -258,12 +264,6 @@ class Span:
 def dager() -> Span:
     """DAGER as published: the plain test of blocks 0 and 1. Hidden entries count as zeros, and dropout is taken for off."""
     return Span("dager", uses=frozenset({Grant.BATCH_SIZE, Grant.LABELS, Grant.LENGTHS}), adaptive=False)
-
-
-def _as_sent(seen: Observation) -> Observation:
-    """The observation without its masks: tensors that are wholly hidden are absent, and other hidden entries are zeros."""
-    there = {n: g for n, g in seen.gradients.items() if n not in seen.visible or bool(seen.visible[n].any())}
-    return replace(seen, message=replace(seen.message, gradients=there, visible={}))
 
 
 def _hold(texts: Sequence[Prefix], scan: Scan) -> bool:

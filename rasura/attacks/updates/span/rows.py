@@ -7,13 +7,14 @@ row space is spanned by the inputs of the private tokens (DAGER, Petrov et al. 2
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 import torch
 from torch import Tensor
 
 from rasura.core.errors import NotApplicable
+from rasura.core.updates import announced_update
 from rasura.core.values import Observation
 from rasura.victims.models import Block, Linear, parts, recorded_inputs
 
@@ -26,9 +27,10 @@ QUERIES = frozenset({"query", "query_proj", "q_proj", "q_lin", "q"})
 GAP = 30.0
 """A ratio of neighbouring singular values from which the row space certainly ends there."""
 
-FEW, WIDE_GAP = 32, 1000.0
-"""Singular values, as those of an adapter, up to which it takes a wider gap, and no line is drawn: they are 30 times apart
-by chance. Where such a space ends, float32 leaves a millionth (adapters of rank 8 on SmolLM2-135M)."""
+NARROW, WIDE_GAP = 32, 1000.0
+"""Inputs of a layer, as those of an adapter's second matrix, up to which it takes a wider gap, and no line is drawn. All may
+be in use, and singular values are 30 times apart by chance. Where such a space ends, float32 leaves a millionth (adapters of
+rank 8 on SmolLM2-135M)."""
 
 ABOVE = 1.3
 """Without such a gap: singular values of at least this many times the noise belong to the row space."""
@@ -109,7 +111,7 @@ def row_space(matrices: Sequence[Tensor]) -> RowSpace | None:
     """The common row space of gradients ``(outputs, inputs)``; None where none stands out (too many tokens, or noise).
 
     It ends at a gap of the singular values; without a gap (rounding, noise) it ends where they join the line through the
-    smaller ones, which are noise, if there are more than a few.
+    smaller ones, which are noise, unless the layer is narrow.
     """
     kept = scaled(matrices)
     if not kept:
@@ -123,9 +125,9 @@ def row_space(matrices: Sequence[Tensor]) -> RowSpace | None:
     # Behind the noise floor ratios mean nothing: exact zeros (a dead layer) would give endless ones.
     ratios[values[:-1] < 1e-12 * values[0]] = 0.0
     rank = int(ratios[:max_rank].argmax()) + 1
-    few = len(values) <= FEW
-    if float(ratios[rank - 1]) < (WIDE_GAP if few else GAP):
-        rank = 0 if few else _above_noise(values)
+    narrow = stacked.shape[1] <= NARROW
+    if float(ratios[rank - 1]) < (WIDE_GAP if narrow else GAP):
+        rank = 0 if narrow else _above_noise(values)
         if not rank:
             return None
     known = stacked.ne(0).any(0)
@@ -207,8 +209,12 @@ def stand_ins(seen: Observation) -> tuple[Block, ...]:
         if groups := [group for group in groups if not all(map(asks, group))]:
             widest = max(groups, key=lambda g: min(sum(len(matrices[lin]) for lin in g), matrices[g[0]].shape[1]))
             found.append(Block(block.index + len(known.blocks), block.module, tuple(widest)))
-    wide = [block for block in found if matrices[block.qkv[0]].shape[1] >= known.hidden]
-    return tuple(wide or found)
+    return tuple([block for block in found if inputs_of(seen, block) >= known.hidden] or found)
+
+
+def inputs_of(seen: Observation, block: Block) -> int:
+    """How many inputs the layers have that stand for ``block``."""
+    return visible_gradients(seen, block.qkv)[0].shape[1]
 
 
 def asks(lin: Linear) -> bool:
@@ -220,3 +226,17 @@ def block_spaces(seen: Observation, blocks: Sequence[Block], most: int | None = 
     """The row space of the attention input, by block index, for those of ``blocks`` that show one; of the first ``most``."""
     spaces = ((block.index, row_space(visible_gradients(seen, block.qkv))) for block in blocks)
     return dict(islice(((index, space) for index, space in spaces if space is not None), most))
+
+
+def hidden_by(seen: Observation, others: Sequence[Block]) -> str:
+    """Why neither the blocks' queries, keys and values nor the ``others`` that stand in for them show a row space."""
+    rank = announced_update(seen).lora
+    width = max((inputs_of(seen, block) for block in others), default=parts(seen.model).hidden)
+    most = f"more tokens than adapters of rank {rank} show" if rank else f"{width} tokens or more"
+    return f"either the batch holds {most}, or rounding or noise hides it"
+
+
+def as_sent(seen: Observation) -> Observation:
+    """The observation without its masks: tensors that are wholly hidden are absent, and other hidden entries are zeros."""
+    there = {n: g for n, g in seen.gradients.items() if n not in seen.visible or bool(seen.visible[n].any())}
+    return replace(seen, message=replace(seen.message, gradients=there, visible={}))
