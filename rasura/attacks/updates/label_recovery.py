@@ -138,7 +138,7 @@ class LabelRecovery:
 
     def __call__(self, seen: Observation, *, rng: Generator, budget: Budget) -> Reconstruction:
         if seen.task == "causal":
-            raise NotApplicable("a causal model's labels are its own tokens")
+            raise NotApplicable("labels are of classifiers; those of a causal model are its own tokens")
         head = _last_linear(seen.model) if seen.task == "vision" else parts(seen.model).head
         if head is None or not one_class_each(seen.model):
             raise NotApplicable("the model has no single-label classification head of two classes or more")
