@@ -17,14 +17,19 @@ from torch import Tensor
 from rasura.attacks.shared.twins import one_of_twins, row_norms
 from rasura.attacks.updates.span.inputs import Inputs
 from rasura.attacks.updates.span.predicted import predicted
-from rasura.attacks.updates.span.rows import RowSpace
+from rasura.attacks.updates.span.rows import NARROW, RowSpace
 from rasura.attacks.updates.span.scan import Scan
 from rasura.core.interfaces import AttackFailed
 from rasura.core.so_far import tell
 from rasura.core.values import Observation
+from rasura.victims.models import parts
 
 TOLERANCE = 1e-3
 """Largest residual of a true prefix: float32 through several blocks leaves 1e-7 to 1e-5, a wrong token 1e-2 and more."""
+
+IN_FEW = 1e-4
+"""The same where the layer has few inputs, as an adapter's second matrix: with one free dimension of 16, wrong tokens have
+less than ``TOLERANCE`` by chance."""
 
 LEVELS = (0.1, 0.3, 1.0)
 """Fractions of the tolerance by which texts are chosen: true tokens stay below the first one where nothing was rounded."""
@@ -87,16 +92,15 @@ class Grower:
         self.ids = ids
         self.scan = scan
         self.deep = [b for b in inputs.parts.blocks if b.index in spaces and b.index > 0][:2]
+        # Prefixes explain the directions of one block. Of layers that stand in, the one with most: a word that is repeated
+        # has one input in block 0.
+        in_place = self.deep[0].index < len(parts(inputs.model).blocks)
+        self.space = max((spaces[b.index] for b in self.deep), key=lambda space: 0 if in_place else space.rank)
         self.vocabulary = seen.vocabulary
         self.standing = row_norms(seen)
         self.predicted = predicted(seen, inputs) if scan is None else None
         self.starts = len(ids)
         self._bag: dict[int, Tensor] = {}
-
-    @property
-    def space(self) -> RowSpace:
-        """The row space of the first deep block, of which prefixes explain directions."""
-        return self.spaces[self.deep[0].index]
 
     def allowed(self, position: int) -> Tensor:
         """Ids that block 0 accepts at ``position`` (all ids where block 0 is hidden)."""
@@ -124,11 +128,18 @@ class Grower:
 
     def states(self, head: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Of each of ``tokens`` ``(k,)`` behind ``head``: the largest residual over its tolerance among the deep visible
-        blocks, and the input of the first of these, ``(k, inputs)``."""
-        found = {index: x.double() for index, x in self.inputs.following(head, tokens, self.deep).items()}
-        spaces = [(self.spaces[b.index], found[b.index]) for b in self.deep]
-        fits = torch.stack([space.residual(x) / space.tolerance(x, TOLERANCE) for space, x in spaces]).amax(0)
-        return fits, self.space.shown(found[self.deep[0].index])
+        blocks, up to the first that refuses it; and the input of the block of ``space``, ``(k, inputs)``, if it is run."""
+        fits, near = torch.zeros(len(tokens), dtype=torch.float64), torch.arange(len(tokens))
+        states = torch.zeros(len(tokens), len(self.space.basis), dtype=torch.float64)
+        for block in self.deep:  # those that one block refuses are not run up to the next
+            space, x = self.spaces[block.index], self.inputs.following(head, tokens[near], [block])[block.index].double()
+            if space is self.space:
+                states[near] = space.shown(x)
+            fits[near] = torch.maximum(fits[near], space.residual(x) / _tolerance(space, x))
+            near = near[fits[near] < 1]
+            if not len(near):
+                break
+        return fits, states
 
     def extensions(self, prefix: Prefix) -> list[Prefix]:
         """All prefixes one token longer that every visible block accepts, best first."""
@@ -154,9 +165,14 @@ class Grower:
         return Prefix((*prefix.tokens, token), (*prefix.fits, residual), (*prefix.new, new), states, basis)
 
 
+def _tolerance(space: RowSpace, x: Tensor) -> Tensor:
+    """The largest residual of each row of ``x`` ``(k, inputs)`` that lies in ``space``."""
+    return space.tolerance(x, IN_FEW if len(space.basis) <= NARROW else TOLERANCE)
+
+
 def _widened(space: RowSpace, basis: Tensor, states: Tensor) -> Tensor:
     """``basis`` and the directions of ``states`` outside it that exceed the tolerance with which these are known."""
-    for x, tolerance in zip(states, space.tolerance(states, TOLERANCE)):
+    for x, tolerance in zip(states, _tolerance(space, states)):
         new = x
         for _ in range(2):  # a second time for what rounding left
             new = new - basis @ (basis.T @ new)

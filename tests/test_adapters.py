@@ -1,4 +1,4 @@
-"""Adapters that train the word embedding: a copy of it as a whole, or parts that are added to it."""
+"""Models with adapters: what their first round gives away, and adapters that train the word embedding."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import torch
 
 from rasura.attacks.updates.span.rows import row_space
 from rasura.core.errors import InputError
-from rasura.core.interfaces import Budget, NotApplicable
+from rasura.core.interfaces import AttackFailed, Budget, NotApplicable
 from rasura.core.rng import generator
 from rasura.core.threat import HONEST_SERVER, observe
 from rasura.core.word_rows import token_count, token_rows
+from rasura.data.text import Example, encode
 from rasura.registry import attack, parse_defense
 from rasura.testing.tiny import CAUSAL_VOCABULARY, CLS, VOCABULARY, batch_of, tiny, tokenizer_folder
 from rasura.victims.loading import load
@@ -31,11 +32,13 @@ def folder(tmp_path: Path) -> Path:
     return tokenizer_folder(tiny("bert", "classification", num_labels=2), tmp_path / "model")
 
 
-def update_of(family: str, task: Any, saved: list[str], layer: str, defense: str = "none") -> Any:
-    config = peft.LoraConfig(r=2, target_modules=[layer], modules_to_save=saved)
+def update_of(
+    family: str, task: Any, saved: list[str], layers: str, defense: str = "none", rank: int = 2, text: list[int] = TEXT
+) -> Any:
+    config = peft.LoraConfig(r=rank, target_modules=layers.split(","), modules_to_save=saved)
     model = peft.get_peft_model(tiny(family, task), config)
     return step(
-        model, batch_of([TEXT], task, [0]), parse_defense(defense), task=task,
+        model, batch_of([text], task, [0]), parse_defense(defense), task=task,
         vocabulary=CAUSAL_VOCABULARY if task == "causal" else VOCABULARY, rng=generator(0, "step"),
     )  # fmt: skip
 
@@ -76,6 +79,34 @@ def test_adapters_of_queries_alone_are_said_to_tell_nothing() -> None:
     seen = observe(update_of("llama", "causal", [], "q_proj"), HONEST_SERVER)
     with pytest.raises(NotApplicable):
         attack("span")(seen, rng=generator(0), budget=Budget())
+
+
+@pytest.mark.parametrize("text", [TEXT, [CLS, 40, 3, 41, 3, 60, 3]])
+def test_fresh_adapters_of_values_give_a_short_text(text: list[int]) -> None:
+    """Of a repeated word, block 0 has one input, and the text was cut before it."""
+    seen = observe(update_of("llama", "causal", [], "q_proj,v_proj", rank=8, text=text), HONEST_SERVER)
+    found = attack("span")(seen, rng=generator(0), budget=Budget())
+    assert found.tokens == (tuple(text),) and found.confidence == "verified"
+
+
+def test_fresh_adapters_of_fewer_dimensions_than_tokens_say_so() -> None:
+    seen = observe(
+        update_of("llama", "causal", [], "q_proj,v_proj", rank=4, text=[CLS, 40, 3, 41, 9, 60, 61]), HONEST_SERVER
+    )
+    with pytest.raises(AttackFailed, match="no row space: either the batch holds 4 tokens or more"):
+        attack("span")(seen, rng=generator(0), budget=Budget())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("rank", "saved"), [(16, []), (8, ["lm_head"])])
+def test_fresh_adapters_of_a_real_decoder_give_a_text(pretrained: Path, rank: int, saved: list[str]) -> None:
+    victim = load(pretrained / "smollm2", "causal")
+    config = peft.LoraConfig(r=rank, target_modules=["q_proj", "v_proj"], modules_to_save=saved)
+    batch = encode([Example("The invoice was sent to Maria.")], victim.tokenizer, "causal", max_length=64, num_labels=2)
+    model, rng = peft.get_peft_model(victim.model, config), generator(0, "step")
+    truth = step(model, batch, task="causal", vocabulary=victim.vocabulary, rng=rng)
+    found = attack("span")(observe(truth, HONEST_SERVER), rng=generator(0), budget=Budget())
+    assert found.tokens == (tuple(batch.ids(0)),) and found.confidence == "verified"
 
 
 @pytest.mark.parametrize("count", [8, 16, 32])
