@@ -22,6 +22,7 @@ from rasura.runs.bundles import (
     Reproduction,
     _place,
     bundle,
+    missing,
     read_bundle,
     returned,
 )
@@ -133,3 +134,19 @@ def test_the_commands_bundle_reproduce_and_compare(file: Path, tmp_path: Path) -
     shown = run.invoke(app, ["compare", str(file.parent), str(file.parent)])
     told_of = " ".join(shown.output.split())
     assert shown.exit_code == 4 and "could not be made" in told_of and "No change" not in told_of
+
+
+def test_the_bundle_of_an_unfinished_run_says_so(file: Path, model_folder: Path, tmp_path: Path) -> None:
+    begun = audit(plan_for(model_folder), out=tmp_path / "run")
+    next(record for record in begun if record.scores)
+    del begun
+    run, gap = CliRunner(), "the run is unfinished: 1 of its 27 results are here"
+    made = run.invoke(app, ["bundle", str(tmp_path / "run"), "--out", str(tmp_path / "b.json")])
+    assert made.exit_code == 0 and gap in " ".join(made.output.split())
+    done = run.invoke(app, ["reproduce", str(tmp_path / "b.json"), "--attack", "blind"])
+    assert "1 of 1 cells came back" in done.stdout and gap in " ".join(done.stdout.split())
+    told = run.invoke(app, ["reproduce", str(tmp_path / "b.json"), "--json"])
+    assert json.loads(told.stdout)["missing"] == gap
+    content = read_bundle(file)
+    assert missing(content) == ""
+    assert "may be unfinished" in missing({**content, "about": {}})

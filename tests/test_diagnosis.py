@@ -237,5 +237,7 @@ def test_the_command_says_the_same(tmp_path: Path, model_folder: Path) -> None:
     assert len(rows) % 2 == 0 and f"median {median(told['norms']):.3g}\n" in done.stdout, "as the findings state it"
     assert not any("no epsilon counts it" in one for one in told["findings"])
     assert "texts of" in refused(*common, len(rows) + 1, "--public", "--target-epsilon", 1)
-    assert "a diagnosis needs dp-sgd or normalised" in refused(*common, 4, "--public", "--defense", "none")
+    assert "needs dp-sgd or normalised with a guarantee; found no protection" in refused(
+        *common, 4, "--public", "--defense", "none"
+    )
     assert rasura_command(*common, 4, "--target-epsilon", 1).returncode == 2  # whether the texts are public must be said

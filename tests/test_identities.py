@@ -152,6 +152,25 @@ def test_files_of_identities_are_private_and_read_strictly(tmp_path: Path) -> No
             read_identities(tmp_path / "wrong")
 
 
+def test_a_secret_file_is_no_list_of_public_keys(tmp_path: Path) -> None:
+    from rasura.integrations.flower.identities import load_identity, make_identities, read_identities
+
+    own, _, listed = make_identities(tmp_path, 2)
+    key = load_identity(own)
+    old = tmp_path / "old.secret"
+    old.touch(0o600)
+    old.write_text(own.read_text().removeprefix("secret "))
+    assert load_identity(old).public == key.public
+    mixed = tmp_path / "mixed"
+    for text in (own.read_text(), old.read_text(), own.read_text() + listed.read_text()):
+        mixed.write_text(text)
+        with pytest.raises(InputError, match="looks like a client's secret key"):
+            read_identities(mixed)
+    mixed.write_text(old.read_text() + listed.read_text())
+    with pytest.raises(InputError, match="holds the secret keys of 1 of its identities"):
+        read_identities(mixed)
+
+
 def started(count: int, lost: dict[tuple[int, str], set[int]], change: Any = None, rounds: int = 1) -> tuple[Any, Any]:
     """A run of ``count`` clients with identities; the strategy, and how to start it."""
     from rasura.integrations.flower import agree, strategy

@@ -69,10 +69,12 @@ def bundle_run(
 
     Example: rasura bundle runs/audit --out audit.json
     """
-    from rasura.runs.bundles import bundle
+    from rasura.runs.bundles import bundle, missing, read_bundle
 
     path = bundle(folder, file or folder / "bundle.json")
     say(f"bundle: {path}")
+    if gap := missing(read_bundle(path)):
+        say(gap)
     err.print("The bundle is personal data, as the run is.")
 
 
@@ -92,14 +94,16 @@ def reproduce(
     """Run cells of a bundled audit again and say whether their figures come back.
 
     Guessing is left out unless --attack names it, and cells without a score unless there are no others. The command refuses
-    data or weights that are not those of the run. Exit code 1: a figure did not come back, or no cell has one.
+    data or weights that are not those of the run, and says where the run is unfinished. Exit code 1: a figure did not come
+    back, or no cell has one.
 
     Example: rasura reproduce audit.json --attack span --cells 2
     """
-    from rasura.runs.bundles import DIFFERENT, NOTHING, Reproduction, read_bundle
+    from rasura.runs.bundles import DIFFERENT, NOTHING, Reproduction, missing, read_bundle
 
+    content = read_bundle(file)
     with err.status("loading the model and the data"):
-        again = Reproduction(read_bundle(file), data=data, model=model, device=device_named(device))
+        again = Reproduction(content, data=data, model=model, device=device_named(device))
     found = []
     for cell in again.cells(attack, defense, cells or None):
         found.append(again.again(cell))
@@ -113,9 +117,11 @@ def reproduce(
     compared = len(found) - empty
     if as_json:
         told = {"cells": [asdict(one) for one in found], "unchecked": list(again.unchecked), "different": lost}
-        say_json({**told, "compared": compared})
+        say_json({**told, "compared": compared, "missing": missing(content)})
     else:
         without = f"; {empty} more have no score, so there is nothing to compare" if empty else ""
         out.print(f"{compared - lost} of {compared} cells came back{without}")
+        if gap := missing(content):
+            say(gap)
     if lost or not compared:
         raise typer.Exit(1)

@@ -31,7 +31,8 @@ EQUAL, CLOSE, DIFFERENT, NOTHING = "equal", "equal but for rounding", "different
 def bundle(run_dir: str | Path, path: str | Path) -> Path:
     """Write the records, the plan, the versions and the hashes of a run into one JSON file with a digest; returns its path.
 
-    Raises ``InputError`` if the run is damaged or holds no records.
+    An unfinished run is taken as far as it is (``missing``). Raises ``InputError`` if the run is damaged or holds no
+    records.
     """
     with closing(RunStore(run_dir)) as store:
         held = {"format": FORMAT, "schema": SCHEMA, "plan": store.plan, "sittings": store.sittings, "about": store.about}
@@ -41,6 +42,14 @@ def bundle(run_dir: str | Path, path: str | Path) -> Path:
     text = canonical(content)
     write_whole(path, canonical({"digest": _digest(text), "content": text}) + "\n")
     return Path(path)
+
+
+def missing(content: Mapping[str, Any]) -> str:
+    """What a bundle lacks of its run, in words; empty if the run was finished."""
+    done, asked = len(content["records"]), content["about"].get("cells")
+    if asked is None:
+        return "the run did not store how many results it has, so it may be unfinished"
+    return f"the run is unfinished: {done} of its {asked} results are here" if done < asked else ""
 
 
 def _digest(text: str) -> str:

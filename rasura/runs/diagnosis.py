@@ -89,7 +89,7 @@ def diagnose_training(
     parts = loop_defense(defense)
     carrier = formal([p.counted for p in parts])
     if carrier is None or carrier.name not in SAMPLED:
-        names = " + ".join(p.counted.name for p in parts)
+        names = " + ".join(p.counted.name for p in parts) or "no protection"
         raise InputError(f"a diagnosis needs {' or '.join(SAMPLED)} with a guarantee; found {names}")
     other = [f"{name}={carrier.parameters[name]}" for name, usual in PLAIN.items() if carrier.parameters.get(name) != usual]
     if carrier.name == "dp-sgd" and other:

@@ -15,6 +15,9 @@ from rasura.core.interfaces import InputError
 
 LIMIT = 1 << 22
 
+SECRET = "secret"
+"""The word in front of a secret key, which no list of public keys may hold."""
+
 UNKNOWN = (
     "the keys of the clients are not authenticated, and it is not checked that all are told the same list of survivors. "
     "A server that breaks the protocol could put its own keys in their place, or open an update by two lists. "
@@ -41,20 +44,30 @@ def make_identities(folder: Path, clients: int) -> tuple[Path, ...]:
 
 
 def _secret(key: bytes) -> str:
-    return f"{key.hex()}\n"
+    return f"{SECRET} {key.hex()}\n"
 
 
 def load_identity(path: str | Path) -> SigningKey:
-    """The key in ``path``. Raises ``InputError`` for a file that others can read, and for one that holds no key."""
-    return SigningKey(_key(read_private(path, "identity", LIMIT).decode(errors="replace").strip(), path))
+    """The key in ``path``. Raises ``InputError`` for a file that others can read, and for one that holds no key. Files from
+    before secret keys had a word in front are read too."""
+    text = read_private(path, "identity", LIMIT).decode(errors="replace").strip()
+    return SigningKey(_key(text.removeprefix(SECRET).strip(), path))
 
 
 def read_identities(path: str | Path) -> tuple[bytes, ...]:
     """The public keys in ``path``, in ascending order: on each line a key, and any name behind a space. Raises
-    ``InputError`` for an empty list, a line without a key, and a key that is named twice."""
+    ``InputError`` for an empty list, a line without a key, a key that is named twice, and a secret key. A key alone, without
+    a name, is taken for a secret one: files of secret keys once looked so."""
     data, _ = read_limited(path, "list of identities", LIMIT)
-    lines = [line.split()[0] for line in data.decode(errors="replace").splitlines() if line.strip()]
-    found = sorted(_key(line, path) for line in lines)
+    lines = [line.split() for line in data.decode(errors="replace").splitlines() if line.strip()]
+    if len(lines) == 1 == len(lines[0]) or any(line[0].startswith(SECRET) for line in lines):
+        raise InputError(
+            f"{path} looks like a client's secret key, which must not be given to anyone; expected the list of public "
+            "keys, each with a name"
+        )
+    found = sorted(_key(line[0], path) for line in lines)
+    if secret := {SigningKey(key).public for key in found} & set(found):
+        raise InputError(f"{path} holds the secret keys of {len(secret)} of its identities; expected public keys alone")
     if not found or len(set(found)) != len(found):
         raise InputError(
             f"{path} names {len(found)} identities, {len(found) - len(set(found))} of them twice; expected one each"
