@@ -312,13 +312,39 @@ def test_utility_is_that_of_texts_cut_as_the_audited_ones(model_folder: Path, no
     assert (training.truncate, training.max_length) == (True, 6)
 
 
+@pytest.mark.parametrize("setting", ["sealing:param=0.1", "sealing:all/scheme=none", "sealing:attn+bf16", "sealing"])
+@pytest.mark.parametrize("scheme", ["", "/by=bfv", "/scheme=ckks", "/by=secagg"])
+def test_a_defense_that_a_new_app_is_told_is_one_that_clients_can_agree_on(setting: str, scheme: str) -> None:
+    """The lines left out the scheme and the keys, without which the app refused to start."""
+    from rasura.defenses.homomorphic_keys import make_keys
+    from rasura.integrations.flower.agreement import agree
+    from rasura.testing.tiny import tiny
+
+    if scheme and ("scheme" in setting or setting == "sealing"):
+        return
+    part, *more = setting.split("+")
+    *first, line = applied("+".join([part + scheme, *more]), {"kind": None, "attacks": ["span"]}, {})[:-1]
+    (defense,) = re.findall(r'defense = "(.*)"', line)
+    keys: Any = "ckks" if "ckks" in scheme else "bfv"
+    assert (" --by bfv" in line) is (keys == "bfv" and "secagg" not in scheme) and bool(first) is (keys == "ckks")
+    made = agree(defense, tiny("bert", "classification", hidden=8, blocks=1), make_keys(4, keys))
+    assert made.count > 0
+
+
+def test_what_no_round_takes_is_not_told_to_a_new_app() -> None:
+    plan = {"kind": None, "attacks": ["span"]}
+    for setting in ("sealing:grad=0.1", "sealing:sens=0.5/by=bfv"):
+        line, audit = applied(setting, plan, {})
+        assert line.startswith("# clients cannot agree on sealing:") and audit.startswith("rasura audit")
+    assert [one.split()[1] for one in applied("sign+sealing:all", plan, {})] == ["audit"]
+
+
 def test_what_applies_a_setting_is_what_can_take_it() -> None:
     plan = {**CalibrationPlan(Plan(data="notes.jsonl")).plan.canonical(), "attacks": ["span"]}
     train, line, audit = applied("gaussian:0.01", plan, {})
     assert train == "rasura train notes.jsonl --defense none,gaussian:0.01" and '"gaussian:0.01")' in line
     assert audit == "rasura audit notes.jsonl --attack span --defense gaussian:0.01 --limit 4 --out runs/applied"
     assert [one.split()[1] for one in applied("ghost:group=8", plan, {})] == ["train", "audit"]
-    assert [one.split()[1] for one in applied("sealing:grad=0.1", plan, {})] == ["new", "audit"]
     assert [one.split()[1] for one in applied("gaussian:0.01", {**plan, "task": "vision"}, {})] == ["audit"]
 
 

@@ -33,6 +33,7 @@ from rasura.report import (
     missing,
     notes,
     page,
+    sealed,
     services,
     training,
     verdicts,
@@ -89,7 +90,7 @@ def stored() -> set[str]:
         training.UNKNOWN,
         cut.OF_WHAT_IS_LEFT,
     }
-    found |= {ways.LEFT_OUT, ways.ENCRYPTED, ways.SUMMED, ways.SUMMED_WITH_NOISE}
+    found |= {sealed.LEFT_OUT, sealed.ENCRYPTED, sealed.SUMMED, sealed.SUMMED_WITH_NOISE, sealed.OMITS, sealed.SUMS}
     found |= {text for w in ways.WAYS for text in (w.name, w.reads, w.colluders, w.gone) if text}
     return found | CHOSEN
 

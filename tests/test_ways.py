@@ -15,7 +15,7 @@ from rows import GUESS, MANY, READ, column, record
 from rasura.core.batches import Batch
 from rasura.core.errors import InputError, NotApplicable
 from rasura.core.rng import generator
-from rasura.registry import parse_defense
+from rasura.registry import DEFENSES, parse_defense
 from rasura.report.findings import findings
 from rasura.report.head import Made
 from rasura.report.language import LANGUAGES, written_in
@@ -118,6 +118,32 @@ def test_the_promise_of_sealing_is_that_of_its_setting(setting: str, promised: s
     guarantee = dict(row.costs)["guarantee"]
     assert promised in guarantee and row.private is private
     assert ("encryption scheme" in guarantee) is ("bfv" in setting or "ckks" in setting)
+
+
+@pytest.mark.parametrize(
+    ("setting", "is_", "sent", "advised"),
+    [
+        ("all", "scheme=none encrypts nothing", "(without encryption, which adds to it)", False),
+        ("structural/scheme=none", "scheme=none encrypts nothing", "(without encryption, which adds to it)", False),
+        ("grad=0.1", "scheme=none encrypts nothing", "(without encryption, which adds to it)", True),
+        ("all/by=bfv", "encrypts the most sensitive entries", "(as many as without protection)", False),
+        ("all/by=secagg", "shows the server the sum", "(as many as without protection)", False),
+    ],
+)
+def test_a_report_says_what_a_setting_of_sealing_does_and_advises_what_can_apply(
+    setting: str, is_: str, sent: str, advised: bool
+) -> None:
+    """It called entries encrypted that were only left out, and advised an attack that can never apply there."""
+    defense = f"sealing:{setting}"
+    some = [{**r, "sent_bytes": 8_000_000} for r in [*READ, *column("span", defense, [None] * MANY, "not_applicable")]]
+    about = {"sealing": {"about": DEFENSES["sealing"].about, "guarantee": "stored"}}
+    found = findings(some)
+    row = next(r for r in protection_rows(found, PLAN, some, Made([], {"protections": about})) if r.name == defense)
+    assert is_ in dict(row.about)["sealing"] and sent in dict(row.costs)["bytes"]
+    assert row.verdict.word == "not measured"
+    assert ("add --attack mask-positions" in row.verdict.says) is advised
+    assert ("mask-positions cannot apply" in row.verdict.says) is not advised
+    assert ("mask-positions" in row.step.command) is advised
 
 
 def batch(count: int) -> Batch:

@@ -13,6 +13,7 @@ from rasura.core.records import ACTIVE_THREATS, MASK
 from rasura.report.language import recorded, tell
 from rasura.report.matrix import SUMMED, Findings
 from rasura.report.missing import HOLDS_WITHIN
+from rasura.report.sealed import federated, never_apply
 from rasura.report.verdicts import ABOVE, READS, Verdict, plain, texts_needed
 
 OPTIONS = {
@@ -109,6 +110,9 @@ def _step(
         return Step(
             tell("Measure what it costs in accuracy in your own training. No command of this version trains on images.")
         )
+    if "sealing" in names_of(v.defense):
+        says = tell("Measure what it costs in accuracy, in federated training: no other training takes it.")
+        return Step(says, "\n".join(federated(v.defense)))
     says = tell("Measure what it costs in accuracy.") + _own_file(plan)
     return Step(says, command("train", _named(plan), OF_TRAINING, defenses=["none", v.defense]))
 
@@ -119,7 +123,7 @@ def applied(setting: str, plan: Mapping[str, Any], training: Mapping[str, Any]) 
     names = names_of(setting)
     lines = []
     if "sealing" in names:
-        lines.append(f'rasura new federated my-app, with defense = "{setting}" in its pyproject.toml')
+        lines += federated(setting)
     elif plan.get("task") != "vision" and not plain(setting):
         of = {"data": training["data"]} if "data" in training else {}
         told = {name: value for name, value in training.items() if name != "data"}
@@ -172,7 +176,8 @@ def _measure(v: Verdict, plan: Mapping[str, Any], records: Sequence[Mapping[str,
     if unknown or not known:
         names = ", ".join(unknown) or v.defense
         return Step(tell("No attack of this version knows {names}. No command can measure it.", names=names))
-    absent = [a for a in dict.fromkeys(a for one in known for a in one["attacks"]) if a not in plan["attacks"]]
+    left = {*plan["attacks"], *never_apply(v.defense)}
+    absent = [a for a in dict.fromkeys(a for one in known for a in one["attacks"]) if a not in left]
     if not absent and ACTIVE_ATTACK not in plan["attacks"] and ACTIVE_THREATS & set(plan.get("threats", ())):
         says = tell("Add an attack that sends crafted weights.")
         return Step(

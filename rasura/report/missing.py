@@ -11,6 +11,7 @@ from rasura.core.records import ACTIVE_THREATS
 from rasura.report.language import recorded, tell
 from rasura.report.readings import PORTFOLIO, Reading, readings
 from rasura.report.scores import BLIND, Record, Setting, cells_of
+from rasura.report.sealed import never_apply
 
 AGAINST = "against an adversary who knows it"
 
@@ -105,10 +106,12 @@ def no_active_attack(records: Sequence[Record], finished: Iterable[str], yardsti
 
 def adversaries_of(parts: tuple[str, ...], records: Iterable[Record]) -> dict[str, tuple[str, ...]]:
     """Which attacks know the protection with these ``parts``, by the records. A part of which a record does not say so is
-    known to no attack."""
+    known to no attack. ``idle``: the attacks that can never apply to it, so that it is no use to add them."""
+    records = list(records)
     told = {"attacks": (), "unknown": parts, "protection_readers": ()}
     every = [{**told, **r.get("known_by", {})} for r in records]
-    return {part: tuple(dict.fromkeys(a for one in every for a in one[part])) for part in told}
+    found = {part: tuple(dict.fromkeys(a for one in every for a in one[part])) for part in told}
+    return {**found, "idle": tuple({a for r in records for a in never_apply(str(r.get("defense", "")))})}
 
 
 def not_by_one_who_knows(
@@ -119,12 +122,13 @@ def not_by_one_who_knows(
     images: bool,
 ) -> list[str]:
     """What is said where an attack that knows the protection did not run to its end or was not shown to work."""
-    wanted = known_by["attacks"]
+    wanted, idle = known_by["attacks"], known_by["idle"]
     said = [
         tell("no attack on images knows {part}", part=part) if images else tell("no attack knows {part}", part=part)
         for part in known_by["unknown"]
     ]
-    absent = [a for a in wanted if a not in finished and a not in here]
+    absent = [a for a in wanted if a not in finished and a not in here and a not in idle]
+    said += [tell("{attack} cannot apply", attack=a) for a in wanted if a in idle and a not in finished and a not in here]
     said += [f"{a} {here[a].how_it_ended}" for a in wanted if a in here and a not in finished]
     ran = [a for a in wanted if a in finished and a not in known_by["protection_readers"]]
     silent = [a for a in ran if a not in yardsticks and a in here]

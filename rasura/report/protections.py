@@ -14,8 +14,8 @@ from rasura.report.language import number, recorded, size, tell
 from rasura.report.matrix import Entry, Findings
 from rasura.report.missing import HOLDS_WITHIN
 from rasura.report.pooled import Level
+from rasura.report.sealed import sealed_about, sealed_promise, unencrypted
 from rasura.report.verdicts import Verdict, plain
-from rasura.report.ways import sealed_promise
 
 PRIVATE = "differential privacy"
 """What a guarantee is called that the registry records with epsilon."""
@@ -67,18 +67,22 @@ def protection_rows(
 
 
 def _about(defense: str, made: Made) -> tuple[tuple[str, str], ...]:
-    def of(name: str) -> str:
-        about = made.protections.get(name, {}).get("about")
+    def of(part: str) -> str:
+        about = made.protections.get(name_of(part), {}).get("about")
+        if about and name_of(part) == "sealing":
+            about = sealed_about(part, about)
         return recorded(about) if about else tell("what it is was {unknown}", unknown=recorded(UNKNOWN))
 
-    return tuple((name, of(name)) for name in dict.fromkeys(names_of(defense)))
+    return tuple({(name_of(part), of(part)): None for part in parts_of(defense)})
 
 
 def _costs(name: str, f: Findings, made: Made, plan: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
     price, without = f.prices[name], next((f.prices[c] for c in f.baseline), None)
     what = per(plan)
     sent = f"{size(price.sent)} {what}" if price.sent else tell("nothing was sent, or its size is not known")
-    if price.sent and without is not None and without.sent and name not in f.baseline:
+    if price.sent and unencrypted(f.verdicts[name].defense):
+        sent += " " + tell("(without encryption, which adds to it)")
+    elif price.sent and without is not None and without.sent and name not in f.baseline:
         ratio = price.sent / without.sent
         if round(ratio, 2) == 1:
             sent += " " + tell("(as many as without protection)")

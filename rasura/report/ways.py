@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from rasura.core.options import name_of
 from rasura.report.language import number, recorded, size, tell
 from rasura.report.matrix import Findings
+from rasura.report.sealed import SUMMED_WITH_NOISE, scheme_of, sealed_promise
 
 SOURCE = "benchmarks/README.md, Secure aggregation"
 """Where the figures are from; ``tests/test_ways.py`` compares them."""
@@ -65,13 +66,6 @@ WAYS = (
         "the sum of all clients, with noise", THIRD, A_THIRD),
 )  # fmt: skip
 
-LEFT_OUT = "none by scheme=none, which encrypts nothing; bytes and time are without encryption"
-ENCRYPTED = "security of the encryption scheme for the sealed entries; none for the others"
-SUMMED = "security of secure aggregation for each single update; none for the sum, or for entries that stay clear"
-SUMMED_WITH_NOISE = (
-    "security of secure aggregation for each single update; differential privacy for the sum, counted by the server's ledger"
-)
-
 
 @dataclass(frozen=True)
 class Line:
@@ -94,7 +88,7 @@ def way_of(defense: str) -> str | None:
         return "none"
     if "+" in defense or name_of(defense) != "sealing":
         return None
-    scheme = next((v for k, _, v in (p.partition("=") for p in defense.split("/")) if k in ("by", "scheme")), "none")
+    scheme = scheme_of(defense)
     whole = defense.partition("/")[0] == "sealing:all" and "embeddings=clear" not in defense
     if scheme == "bfv":
         return "sealing:all/by=bfv" if whole else None
@@ -102,17 +96,6 @@ def way_of(defense: str) -> str | None:
         noisy = sealed_promise(defense) == SUMMED_WITH_NOISE
         return "sealing:all/by=secagg/noise=1.0" if noisy else "sealing:all/by=secagg"
     return None
-
-
-def sealed_promise(part: str) -> str:
-    """What ``sealing`` guarantees as one ``part`` of a protection is written, for ``recorded``."""
-    given = dict(option.partition("=")[::2] for option in part.strip().split("/")[1:])
-    scheme = given.get("by", given.get("scheme", "none"))
-    if scheme in ("bfv", "ckks"):
-        return ENCRYPTED
-    if scheme != "secagg":
-        return LEFT_OUT
-    return SUMMED if float(given.get("noise", 0)) == 0 else SUMMED_WITH_NOISE
 
 
 def way_lines(f: Findings) -> tuple[Line, ...]:
