@@ -262,6 +262,20 @@ def test_others_are_tried_in_the_segment_of_the_text(segment: int) -> None:
     assert tokens_believed(space, inputs, IDS, [text], positional=True) == (segment == 0)
 
 
+def test_tokens_that_changed_places_are_not_believed_where_noise_is_large() -> None:
+    """No other token was near, and those of the guess itself were not tried: 'your with appointment' counted as read."""
+    model = tiny("bert", "classification")
+    with torch.no_grad():
+        table = model.get_parameter("bert.embeddings.position_embeddings.weight")
+        table[2] = table[1] + 1e-2 * table[2]  # both orders are nearly in the row space
+    inputs = Inputs(model)
+    swapped = [TEXT[0], TEXT[2], TEXT[1], *TEXT[3:]]
+    space = space_of(states_of(inputs, TEXT), 0.5)
+    assert float(space.residual(states_of(inputs, swapped)).max()) < 0.1
+    assert tokens_believed(space, inputs, IDS, [TEXT], positional=True)
+    assert not tokens_believed(space, inputs, IDS, [swapped], positional=True)
+
+
 def tilted(states: Tensor, by: float) -> RowSpace:
     """A row space of which every one of ``states`` is ``by`` of its size outside."""
     free = torch.linalg.qr(
@@ -328,6 +342,15 @@ def test_texts_are_believed_by_any_block_above_the_first(gpt2: Inputs) -> None:
     assert not believed(right, [*ROW[:-1], 46]) and not believed(right, [CLS, 41, 40, *ROW[3:]])
     assert not believed(right, ROW, []) and not believed(right)
     assert not prefixes_believed(right, gpt2, torch.tensor(ROW), [ROW]), "no other token is known"
+
+
+@pytest.mark.parametrize("other", [ROW[3], ROW[5]])
+def test_a_word_of_the_text_that_fits_better_at_a_place_counts_against_it(gpt2: Inputs, other: int) -> None:
+    own, better = deep(gpt2, [ROW])[1], deep(gpt2, [[*ROW[:6], other]])[1][-1:]
+    aside = torch.randn(own.shape[1], generator=generator(3)).double()
+    own[6] += 1e-2 * own[6].norm() * aside / aside.norm()
+    spaces = [{1: space_of(x, [1e-9] * 7 + [0.9] * (len(x) - 7))} for x in (own, torch.cat([own, better]))]
+    assert [prefixes_believed(space, gpt2, IDS, [ROW, ROW]) for space in spaces] == [True, False]
 
 
 @pytest.mark.parametrize("place", range(7))

@@ -18,7 +18,7 @@ from torch import Tensor
 from rasura.attacks.shared.twins import NEAR
 from rasura.attacks.updates.span.inputs import Inputs
 from rasura.attacks.updates.span.passing import FALSE, fitted_chance
-from rasura.attacks.updates.span.rows import DOUBT, RowSpace
+from rasura.attacks.updates.span.rows import DOUBT, TOLERANCE, RowSpace
 from rasura.attacks.updates.span.tokens import EDGE, Row
 from rasura.core.values import UNKNOWN
 from rasura.victims.models import Block
@@ -162,7 +162,13 @@ def tokens_believed(
     places = sorted({(n, s) for n, _, s in standing})
     beside = {(n, s): chance.add(outside(space, inputs.first(others, n, s))) for n, s in places}
     nearest = torch.tensor([beside[n, s] for n, _, s in standing], dtype=torch.double)
-    return stand_clear(space.residual(states.double()), nearest, chance.limit(len(ids) * len(beside)))
+    residuals = space.residual(states.double())
+    for n, s in places:
+        here = [(m, r) == (n, s) for m, _, r in standing]
+        moved = _ids({t for _, t, _ in standing} - {t for (_, t, _), stands in zip(standing, here) if stands})
+        if len(moved) and _beaten(residuals[torch.tensor(here)], outside(space, inputs.first(moved, n, s))):
+            return False
+    return stand_clear(residuals, nearest, chance.limit(len(ids) * len(beside)))
 
 
 def prefixes_believed(spaces: Mapping[int, RowSpace], inputs: Inputs, ids: Tensor, texts: Sequence[Sequence[int]]) -> bool:
@@ -188,19 +194,44 @@ def _believed_by(
     own: dict[int, list[Tensor]] = {b.index: [] for b in blocks}
     chance = {b.index: Chance() for b in blocks}
     nearest: dict[int, list[float]] = {b.index: [] for b in blocks}
+    beaten = dict.fromkeys(own, False)
     for number, text in enumerate(whole):
         for index, x in inputs.deep(text[None], torch.ones_like(text[None]), blocks).items():
             own[index].append(x[0].double())
         for n in sorted({0, len(text) // 2, len(text) - 1}) if number < MAX_TEXTS else ():
-            for index, x in inputs.following(text[:n], others, blocks).items():
-                nearest[index].append(chance[index].add(outside(spaces[index], x)))
+            moved = _elsewhere(whole, text[:n])
+            for index, x in inputs.following(text[:n], torch.cat([others, moved]), blocks).items():
+                space, mine = spaces[index], own[index][-1][n : n + 1]
+                nearest[index].append(chance[index].add(outside(space, x[: len(others)])))
+                beaten[index] |= _beaten(space.residual(mine), outside(space, x[len(others) :]))
     trials = count * sum(map(len, whole))
-    for index in own:
+    for index in (index for index in own if not beaten[index]):
         space, states = spaces[index], torch.cat(own[index])
         least = torch.tensor(nearest[index], dtype=torch.double).min()[None]
         if explained(space, states) and stand_clear(space.residual(states), least, chance[index].limit(trials)):
             return True
     return False
+
+
+def _beaten(residuals: Tensor, outside: Tensor) -> bool:
+    """Whether a word of the guess from elsewhere, of which ``outside`` ``(words, inputs)`` is left at a place, clearly fits
+    there better than one of those named, of ``residuals``. One that fits as well is no sign: of words that several texts
+    share, every place of one is in the row space with the places of the others."""
+    if not len(outside):
+        return False
+    worst = float(residuals.max())
+    return worst > TOLERANCE and float(outside.norm(dim=1).min()) < EDGE * worst
+
+
+def _elsewhere(texts: Sequence[Tensor], head: Tensor) -> Tensor:
+    """The tokens of ``texts`` that follow ``head`` in none of them. A run of one token goes on with the same input."""
+    here = {int(t[len(head)]) for t in texts if len(t) > len(head) and torch.equal(t[: len(head)], head)}
+    run = set(head.tolist())
+    return _ids({int(i) for t in texts for i in t} - here - (run if len(run) == 1 else set()))
+
+
+def _ids(tokens: Collection[int]) -> Tensor:
+    return torch.tensor(sorted(tokens), dtype=torch.long)
 
 
 def rows_believed(space: RowSpace, rows: Sequence[Row], trials: float, owed: int) -> bool:
