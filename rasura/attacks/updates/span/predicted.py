@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from rasura.attacks.updates.span.inputs import Inputs
-from rasura.attacks.updates.span.rows import RowSpace, asks, row_space, visible_gradients
+from rasura.attacks.updates.span.rows import NARROW, RowSpace, asks, row_space, visible_gradients
 from rasura.core.rng import generator
 from rasura.core.values import Observation
 from rasura.victims.models import Linear, parts
@@ -106,15 +106,16 @@ class Predicted:
 
 def predicted(seen: Observation, inputs: Inputs) -> Predicted | None:
     """``Predicted`` by the last layer of the last block that the adversary sees whole, or else by the output layer; None if
-    there is none, or it shows no column space, or the loss is not that of a language model."""
+    there is none, or it shows no column space, or the loss is not that of a language model. Layers of few inputs, whose
+    gradient has no more columns, come last."""
     known = parts(inputs.model)
     within = f"{known.blocks[-1].module}."
     tried = [lin for lin in reversed(known.linears) if lin.module.startswith(within) and not asks(lin)]
-    for lin in [*tried, *([known.head] if known.head else [])] if seen.task == "causal" else []:
-        for gradient in visible_gradients(seen, [lin]):
-            space = row_space([gradient.T])
-            if space is not None and _alone(inputs.model, lin):
-                return Predicted(inputs, lin, space)
+    tried += [known.head] if known.head else []
+    matrices = [(lin, g) for lin in tried for g in visible_gradients(seen, [lin])] if seen.task == "causal" else []
+    for lin, gradient in sorted(matrices, key=lambda found: found[1].shape[1] <= NARROW):
+        if (space := row_space([gradient.T])) is not None and _alone(inputs.model, lin):
+            return Predicted(inputs, lin, space)
     return None
 
 
