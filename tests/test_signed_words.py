@@ -85,9 +85,12 @@ def test_steps_of_adamw_are_recognised_where_nobody_names_them(family: str, step
     found = read(seen)
     assert found.details["signs"] and found.confidence == "matched" and {*found.tokens[0]} <= {*TEXT}
     assert family == "gpt2" or found.tokens[0][1:] == tuple(TEXT[1:])
-    for defense, update in (("none", "fedsgd"), ("gaussian:0.1", "fedsgd"), ("none", "fedavg-sgd:4:0.01")):
+    for defense, update in (
+        ("none", "fedsgd"), ("gaussian:0.1", "fedsgd"), ("none", "fedavg-sgd:4:0.01"), ("qsgd:16", "fedsgd"),
+    ):  # fmt: skip
         other = unannounced(seen_of(family, defense, [TEXT], update))
-        assert not any(are_signs(other, g) for g in other.gradients.values() if g.ndim == 2)
+        rows = next(g for n, g in other.gradients.items() if n.endswith(("lm_head.weight", "wte.weight")))
+        assert not are_signs(other, rows)
 
 
 def test_rows_that_are_little_but_decay_name_nothing() -> None:

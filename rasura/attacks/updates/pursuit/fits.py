@@ -11,9 +11,9 @@ from torch import Tensor
 from rasura.core.updates import announced_update
 from rasura.core.values import Grant, Observation
 
-SPREAD = 0.6
-"""Deviation of the sizes of entries, by their mean, below which they are those of signs (0) or AdamW's first steps (.36 to
-.50, four steps on SmolLM2-135M). Sizes in Gaussian noise have .76, those of gradients more than 1."""
+SAME, SPREAD = 0.05, 0.6
+"""Deviation of the sizes of entries, by their mean, below which they are those of signs; and, where next to none is zero, of
+AdamW's first steps (.36 to .50, four steps on SmolLM2-135M). In Gaussian noise it is .76, and of gradients more than 1."""
 
 
 class Fit(Protocol):
@@ -71,11 +71,12 @@ class Signs:
 
 def are_signs(seen: Observation, rows: Tensor) -> bool:
     """Whether the entries of ``seen`` carry little more than their sign: the update says so, or the entries of these
-    ``rows`` of it have much the same size."""
+    ``rows`` of it have much the same size. Few levels, as of quantisation, leave many zeros."""
     if announced_update(seen).adaptive:
         return True
     sizes = rows[rows != 0].abs()
-    return bool(len(sizes)) and float(sizes.std()) < SPREAD * float(sizes.mean())
+    least = SPREAD if len(sizes) > 0.99 * rows.numel() else SAME
+    return bool(len(sizes)) and float(sizes.std()) < least * float(sizes.mean())
 
 
 def decay_of(seen: Observation) -> float:
