@@ -15,6 +15,10 @@ SAME, SPREAD = 0.05, 0.6
 """Deviation of the sizes of entries, by their mean, below which they are those of signs; and, where next to none is zero, of
 AdamW's first steps (.36 to .50, four steps on SmolLM2-135M). In Gaussian noise it is .76, and of gradients more than 1."""
 
+FAINT = 0.1
+"""Mean size of a row's entries, by the median row's, up to which an unknown decay of the weights may be most of it: AdamW's
+steps are as large as the others wherever there is a gradient."""
+
 
 class Fit(Protocol):
     """A model of the gradient ``(outputs, inputs)`` as a product of unknown coefficients and known inputs."""
@@ -83,3 +87,12 @@ def decay_of(seen: Observation) -> float:
     """The share of each weight that AdamW adds to what it sends, as the weights' own decay; 0 for other updates."""
     local = announced_update(seen)
     return local.decayed(seen.batch_size if Grant.BATCH_SIZE in seen else 1) if local.adaptive else 0.0
+
+
+def signs_of(seen: Observation, rows: Tensor, weights: Tensor) -> Tensor:
+    """The signs of the gradient of ``weights``, of which ``seen`` holds ``rows``, both ``(rows, width)``; 0 for rows in
+    which a decay that is not known may be most."""
+    if decay := decay_of(seen):
+        return (rows - decay * weights).sign()
+    sizes = rows.abs().mean(1)
+    return torch.where(sizes[:, None] > FAINT * sizes.median(), rows.sign(), 0.0)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rasura.attacks.shared.mechanism import announced_noise
 from rasura.attacks.shared.verify import prove, verified
-from rasura.attacks.updates.pursuit.fits import are_signs, decay_of
+from rasura.attacks.updates.pursuit.fits import are_signs, signs_of
 from rasura.attacks.updates.pursuit.ordering import LONGEST, STARTS, Ordering, starts_of
 from rasura.attacks.updates.pursuit.signed import LONGEST as SIGNED_LONGEST
 from rasura.attacks.updates.pursuit.signed import Signed
@@ -98,9 +98,8 @@ def following_words(seen: Observation, rng: torch.Generator, budget: Budget) -> 
     states = states_of(seen, module, frequencies, rng)
     rows = gradient.float().cpu()
     if are_signs(seen, rows):
-        if decay := decay_of(seen):
-            rows = rows - decay * seen.model.get_parameter(name).detach().float().cpu()
-        return _by_signs(seen, Signed(seen, module, rows, states, budget.level), frequencies)
+        signs = signs_of(seen, rows, seen.model.get_parameter(name).detach().float().cpu())
+        return _by_signs(seen, Signed(seen, module, signs, states, budget.level), frequencies)
     norms = rows.norm(dim=1)
     noise = announced_noise(seen)[0] or float(rows.flatten()[::97].abs().median()) / 0.6745
     deviation = max(noise, FLOOR * float(norms.max()) / math.sqrt(rows.shape[1]))

@@ -28,10 +28,6 @@ LOOKED_AT = 256
 ALIKE = 5.0
 """Standard deviations of chance agreement by which half of the rows must agree with the signs of most rows."""
 
-FAINT = 0.1
-"""Mean size of a row's entries, by the median row's, up to which its signs tell nothing: AdamW's steps are as large as the
-others wherever there is a gradient, so that little but the weights' decay and rounding is left in such a row."""
-
 LONGEST = 128
 """Different words that follow, beyond which no order is looked for."""
 
@@ -83,17 +79,15 @@ class Judged:
 
 
 class Signed:
-    """Reads the text of ``seen`` from the signs of ``rows``, what it holds of its output layer ``module``, ``(vocabulary,
+    """Reads the text of ``seen`` from ``signs``, those of the gradient of its output layer ``module``, ``(vocabulary,
     width)``. ``states``: the law of its states; ``level``: the budget's. ``bag``: the words that follow in any text.
 
     Raises ``AttackFailed`` where noise hides the signs, or no row points against the others.
     """
 
-    def __init__(self, seen: Observation, module: str, rows: Tensor, states: States, level: str) -> None:
-        self.model, self.module, self.law, self.vocabulary = seen.model, module, states, len(rows)
+    def __init__(self, seen: Observation, module: str, signs: Tensor, states: States, level: str) -> None:
+        self.model, self.module, self.law, self.vocabulary = seen.model, module, states, len(signs)
         self.beam, self.rounds = BEAM[level], ROUNDS[level]
-        sizes = rows.abs().mean(1)
-        signs = torch.where(sizes[:, None] > FAINT * sizes.median(), rows.sign(), 0.0)
         common = signs.sum(0).sign()
         if float(common @ states.mean) < 0:  # an update of the opposite sign: most rows lie along the states
             signs, common = -signs, -common
