@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -125,9 +126,10 @@ def test_all_embeddings_beside_a_copy_are_known_as_such() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("options", WORDS)
-def test_an_adapter_of_the_word_embedding_is_asked_but_not_attacked(folder: Path, tmp_path: Path, options: Any) -> None:
-    peft = pytest.importorskip("peft")
+@pytest.mark.parametrize("options", [*WORDS, {"modules_to_save": ["word_embeddings"]}])
+def test_an_adapter_of_the_word_embedding_is_asked_and_attacked_only_as_a_whole(
+    folder: Path, tmp_path: Path, options: Any
+) -> None:
     base = load(folder, "classification").model
     base.config._name_or_path = str(folder)
     made = peft.get_peft_model(base, peft.LoraConfig(task_type="SEQ_CLS", r=2, **{"target_modules": ["query"], **options}))
@@ -142,6 +144,7 @@ def test_an_adapter_of_the_word_embedding_is_asked_but_not_attacked(folder: Path
     asked = victim.model.get_input_embeddings()(ids)
     assert torch.allclose(token_rows(victim.model)[ids], asked, atol=1e-5), "with the adapter's part"
     plain = load(folder, "classification").model.get_input_embeddings()(ids)
-    assert not torch.equal(asked, plain)
-    with pytest.raises(InputError, match="the word embedding, is inside an adapter"):
-        load(tmp_path / "adapter", "classification")
+    whole = "modules_to_save" in options
+    assert torch.equal(asked, plain) == whole
+    with nullcontext() if whole else pytest.raises(InputError, match="the word embedding, is inside an adapter"):
+        assert load(tmp_path / "adapter", "classification").model

@@ -15,7 +15,7 @@ WRAPPED = ("base_layer", "original_module")
 
 def token_count(model: nn.Module) -> int:
     """The number of rows of the word embedding of ``model``. Raises ``InputError`` where that is not found."""
-    layer = _innermost(_embedding(model))
+    layer = _innermost(input_layer(model))
     weight = getattr(layer, "weight", None)
     if isinstance(layer, nn.Embedding):
         return int(layer.num_embeddings)
@@ -30,7 +30,7 @@ def token_count(model: nn.Module) -> int:
 def token_rows(model: nn.Module) -> Tensor:
     """The word embedding of ``model``, ``(tokens, hidden)``, without gradient; with an adapter's part, which the weight of
     the layer that the adapter stands for lacks."""
-    layer = _embedding(model)
+    layer = input_layer(model)
     inner = _innermost(layer)
     with torch.no_grad():
         ids = torch.arange(token_count(model), device=inner.weight.device)
@@ -44,8 +44,15 @@ def output_layer(model: nn.Module) -> nn.Module | None:
     return layer if isinstance(layer, nn.Module) else None
 
 
-def _embedding(model: nn.Module) -> Any:
+def input_layer(model: nn.Module) -> Any:
+    """What ``model`` looks up words in, with what an adapter put around it; None where it does not say."""
     return getattr(model, "get_input_embeddings", lambda: None)()
+
+
+def running(layer: Any) -> Any:
+    """The layer that runs in place of ``layer``: the copy that a PEFT adapter trains as a whole (``modules_to_save``)."""
+    copies, name = getattr(layer, "modules_to_save", None), getattr(layer, "active_adapter", None)
+    return copies[name] if isinstance(copies, nn.ModuleDict) and isinstance(name, str) and name in copies else layer
 
 
 def _innermost(layer: Any) -> Any:

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import nn
 
 from rasura.core.interfaces import InputError
-
-
-def running(module: Any) -> Any:
-    """The module that runs in place of ``module``: the copy that a PEFT adapter trains as a whole (``modules_to_save``)."""
-    copies, name = getattr(module, "modules_to_save", None), getattr(module, "active_adapter", None)
-    return copies[name] if isinstance(copies, nn.ModuleDict) and isinstance(name, str) and name in copies else module
+from rasura.core.word_rows import input_layer, running
 
 
 def word_embedding(model: nn.Module) -> tuple[str, nn.Embedding]:
     """The name of the table of words, and the table. Raises ``InputError`` if there is none."""
-    embedding = running(getattr(model, "get_input_embeddings", lambda: None)())
+    embedding = running(input_layer(model))
     names = {id(m): n for n, m in model.named_modules()}
     if type(embedding).__module__.startswith("peft."):
         raise InputError(

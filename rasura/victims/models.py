@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from rasura.core.interfaces import InputError
-from rasura.victims.embeddings import embedding_names, position_embedding, running, word_embedding
+from rasura.core.word_rows import output_layer, running
+from rasura.victims.embeddings import embedding_names, position_embedding, word_embedding
 from rasura.victims.plugins import plugged
 
 QKV_NAMES = frozenset(
@@ -137,7 +138,7 @@ def _find(model: nn.Module) -> Parts:
     linears = _linears(model)
     blocks = tuple(_block(model, index, f"{list_name}.{index}", linears) for index in range(len(modules)))
     outside = [lin for lin in linears if not lin.module.startswith(list_name + ".") and lin.weight != f"{word}.weight"]
-    output = running(getattr(model, "get_output_embeddings", lambda: None)())
+    output = running(output_layer(model))
     first = blocks[0].qkv[0]
     weight = model.get_submodule(first.module).weight
     assert isinstance(weight, Tensor)

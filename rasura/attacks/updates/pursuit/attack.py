@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rasura.attacks.shared.verify import prove, verified
-from rasura.attacks.updates.pursuit.fits import Fit, Signs, Squares, are_signs, decay_of
+from rasura.attacks.updates.pursuit.fits import Fit, Signs, Squares, are_signs, signs_of
 from rasura.attacks.updates.pursuit.following import following_words
 from rasura.attacks.updates.pursuit.polish import Polish, Texts
 from rasura.attacks.updates.pursuit.search import Search
@@ -58,7 +58,7 @@ class Pursuit:
         signs = are_signs(seen, rows)
         fit: Fit = Squares(rows, shown)
         if signs:
-            known_signs = (rows - decay_of(seen) * _rows(_weights(seen))[0]).sign()
+            known_signs = signs_of(seen, rows, _rows(_weights(seen))[0])
             known_signs = known_signs[known_signs.abs().sum(1) > 0]
             fit = Signs(known_signs[torch.randperm(len(known_signs), generator=rng)[:outputs]])
         search = Search(seen, fit, budget.memory_mb, rng)

@@ -83,16 +83,11 @@ def are_signs(seen: Observation, rows: Tensor) -> bool:
     return bool(len(sizes)) and float(sizes.std()) < least * float(sizes.mean())
 
 
-def decay_of(seen: Observation) -> float:
-    """The share of each weight that AdamW adds to what it sends, as the weights' own decay; 0 for other updates."""
-    local = announced_update(seen)
-    return local.decayed(seen.batch_size if Grant.BATCH_SIZE in seen else 1) if local.adaptive else 0.0
-
-
 def signs_of(seen: Observation, rows: Tensor, weights: Tensor) -> Tensor:
-    """The signs of the gradient of ``weights``, of which ``seen`` holds ``rows``, both ``(rows, width)``; 0 for rows in
-    which a decay that is not known may be most."""
-    if decay := decay_of(seen):
-        return (rows - decay * weights).sign()
+    """The signs of the gradient of ``weights``, of which ``seen`` holds ``rows``, both ``(rows, width)``, without what AdamW
+    adds as the weights' own decay; 0 for rows in which a decay that is not known may be most."""
+    local = announced_update(seen)
+    if local.adaptive:
+        return (rows - local.decayed(seen.batch_size if Grant.BATCH_SIZE in seen else 1) * weights).sign()
     sizes = rows.abs().mean(1)
     return torch.where(sizes[:, None] > FAINT * sizes.median(), rows.sign(), 0.0)
