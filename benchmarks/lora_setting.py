@@ -26,8 +26,9 @@ from rasura.victims.adapters import with_fresh_adapter
 from rasura.victims.batching import joined
 from rasura.victims.loading import Victim, load
 
-EMBEDDED = {"minilm": "classification"}
-"""Models that need no folder, and their task; every other one is a causal model in ``--models``."""
+CLASSIFIERS = ("minilm", "distilbert", "mpnet")
+"""Models that are classifiers; every other one is a causal model. All but the first, which needs no folder, are in
+``--models``."""
 
 
 class Lines:
@@ -64,8 +65,8 @@ def options(about: str | None, out: str) -> argparse.ArgumentParser:
 
 def victim_of(name: str, models: Path, device: str) -> Victim:
     """The model ``name``."""
-    task: Any = EMBEDDED.get(name, "causal")
-    return load(name if name in EMBEDDED else models / name, task, device=device)
+    task: Any = "classification" if name in CLASSIFIERS else "causal"
+    return load(name if name == CLASSIFIERS[0] else models / name, task, device=device)
 
 
 def rows_of(victim: Victim, data: str, tokens: int, count: int, seed: int) -> list[Batch]:

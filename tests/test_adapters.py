@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from rasura.attacks.updates.span.rows import row_space
+from rasura.attacks.updates.span.inputs import Inputs
+from rasura.attacks.updates.span.rows import adapter_spaces, row_space
 from rasura.core.errors import InputError
 from rasura.core.interfaces import AttackFailed, Budget, NotApplicable
 from rasura.core.rng import generator
@@ -96,6 +97,57 @@ def test_fresh_adapters_of_fewer_dimensions_than_tokens_say_so() -> None:
     )
     with pytest.raises(AttackFailed, match="no row space: either the batch holds 4 tokens or more"):
         attack("span")(seen, rng=generator(0), budget=Budget())
+
+
+ENCODER = ["query,value", "query", "value", "query,key,value"]
+
+
+@pytest.mark.parametrize("layers", ENCODER)
+def test_fresh_adapters_of_an_encoder_give_a_text_shorter_than_their_rank(layers: str) -> None:
+    seen = observe(update_of("bert", "classification", [], layers, rank=8), HONEST_SERVER)
+    found = attack("span")(seen, rng=generator(0), budget=Budget())
+    assert found.tokens == (tuple(TEXT),) and found.confidence == "verified"
+
+
+def test_fresh_adapters_of_a_real_encoder_give_a_batch() -> None:
+    """Of words that both texts have, every place of one is in the row space with the places of the other."""
+    read_and_prove("minilm", ["query", "value"], "The invoice was sent to Maria.", "It was Maria who paid the invoice.")
+
+
+@pytest.mark.parametrize(("rank", "defense"), [(5, "none"), (8, "dropout:0.1")])
+def test_fresh_adapters_of_an_encoder_that_tell_nothing_are_said_to(rank: int, defense: str) -> None:
+    seen = observe(update_of("bert", "classification", [], "query,value", defense, rank=rank), HONEST_SERVER)
+    with pytest.raises(NotApplicable, match="fewer tokens than their rank, and none under dropout"):
+        attack("span")(seen, rng=generator(0), budget=Budget())
+
+
+def test_what_fresh_adapters_rule_out_holds_every_input_of_the_text() -> None:
+    seen = observe(update_of("bert", "classification", [], "query,value", rank=8), HONEST_SERVER)
+    space = adapter_spaces(seen, most=1)[0]
+    own = (
+        Inputs(seen.model).deep(torch.tensor([TEXT]), torch.ones(1, len(TEXT)), parts(seen.model).blocks[:1])[0][0].double()
+    )
+    assert space.rank == len(TEXT) and bool((space.residual(own) <= space.tolerance(own)).all())
+    others = torch.randn(99, own.shape[1], generator=generator(1), dtype=torch.float64)
+    assert float(space.residual(others).min()) > 1e-2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "layers"), [("mpnet", ["q", "v"]), ("distilbert", ["q_lin", "v_lin"])])
+def test_fresh_adapters_of_larger_encoders_give_a_text(pretrained: Path, name: str, layers: list[str]) -> None:
+    read_and_prove(str(pretrained / name), layers, "The invoice was sent to Maria.")
+
+
+def read_and_prove(model: str, layers: list[str], *texts: str) -> None:
+    victim = load(model, "classification")
+    config = peft.LoraConfig(task_type="SEQ_CLS", r=16 * len(texts), target_modules=layers)
+    examples = [Example(text, label=n % 2) for n, text in enumerate(texts)]
+    batch = encode(examples, victim.tokenizer, "classification", max_length=64, num_labels=2)
+    made, rng = peft.get_peft_model(victim.model, config), generator(0, "step")
+    truth = step(made, batch, task="classification", vocabulary=victim.vocabulary, rng=rng)
+    found = attack("span")(observe(truth, HONEST_SERVER), rng=generator(0), budget=Budget())
+    assert sorted(found.tokens) == sorted(tuple(batch.ids(n)) for n in range(len(texts)))
+    assert found.confidence == "verified"
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from rasura.attacks.shared.verify import check
 from rasura.attacks.updates.span.grouping import affinity, cluster, dealt
 from rasura.attacks.updates.span.inputs import Inputs
 from rasura.attacks.updates.span.placing import likely
-from rasura.attacks.updates.span.rows import RowSpace, visible_gradients
+from rasura.attacks.updates.span.rows import RowSpace
 from rasura.attacks.updates.span.sentences import Finder, Text, checker, choices
 from rasura.attacks.updates.span.tokens import Row, nearest
 from rasura.core.values import UNKNOWN, Grant, Observation, Vocabulary
@@ -51,7 +51,7 @@ def assembled(
     if size == 1 and (score is None or len({r.position for r in rows}) == len(rows)):
         return [_with_holes({row.position: (row.token, row.segment) for row in nearest(rows)})]
     ambiguous = not active and len(rows) > spaces[0].rank  # more rows than dimensions have no coefficients of their own
-    first = likely(visible_gradients(seen, inputs.parts.blocks[0].qkv), spaces[0], rows) if ambiguous else rows
+    first = likely(seen, inputs.parts.blocks[0], spaces[0], rows) if ambiguous else rows
     rows = first if score is None else rows
     groups: list[list[int]] = []
     likeness = torch.ones(len(rows), len(rows), dtype=torch.double)

@@ -24,6 +24,7 @@ from rasura.attacks.updates.span.prefixes import Prefix, grow
 from rasura.attacks.updates.span.rows import (
     FULL,
     RowSpace,
+    adapter_spaces,
     as_sent,
     block_spaces,
     blocks_to_read,
@@ -80,7 +81,9 @@ class Span:
         observed, seen = seen, uncovered(seen, wanted)
         dropout = announced_dropout(seen) if self.adaptive else 0.0
         others = stand_ins(seen) if self.adaptive and known.causal and not (dropout or visible_blocks(seen)) else ()
-        spaces = block_spaces(seen, others or blocks_to_read(seen)[:wanted], wanted)
+        spaces = {} if known.causal or dropout or visible_blocks(seen) else adapter_spaces(seen, wanted)
+        if not spaces or not self.adaptive:
+            spaces = block_spaces(seen, others or blocks_to_read(seen)[:wanted], wanted)
         if not spaces:
             raise AttackFailed(f"the gradients show no row space: {hidden_by(seen, others)}")
         inputs = Inputs(seen.model, others)
@@ -152,7 +155,9 @@ class Span:
             steps = announced_update(seen).kind != "fedsgd"
             rows = self._plain(scan, longest, known_length, placed=positional and size == 1, several=steps)
         named = any(row.token not in seen.vocabulary.special_ids for row in rows)
-        if not named and self.adaptive:  # dropout was active: somebody said so, or no word lies in the span as it is
+        if (
+            not named and self.adaptive and space.tokens is None
+        ):  # dropout was active: somebody said so, or no word lies in the span as it is
             active = True
             prefilter, rounds, _ = self.work[budget.level]
             opening = seen.vocabulary.prefix if size else ()

@@ -13,8 +13,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rasura.attacks.updates.span.rows import RowSpace
+from rasura.attacks.updates.span.rows import RowSpace, fresh_adapters, visible_gradients
 from rasura.attacks.updates.span.tokens import Row
+from rasura.core.values import Observation
+from rasura.victims.models import Block
 
 STEPS = 100
 """Steps to the least sum of norms; after 30 a true token of a batch of 93 was below what is likely, after 100 none was."""
@@ -33,7 +35,7 @@ were, beside 85 others; after the sharp steps 91 beside 3."""
 def norms(gradients: Sequence[Tensor], space: RowSpace, inputs: Tensor) -> Tensor:
     """Of each of ``inputs`` ``(n, inputs)``, the norm of its coefficients in ``gradients``, ``(n,)``: those with the least
     sum of roots near the least sum."""
-    x = inputs.double() @ space.basis
+    x = inputs @ space.basis
     x = x / x.norm(dim=1, keepdim=True).clamp_min(1e-300)
     stacked = torch.cat([m.double() / m.double().norm().clamp_min(1e-300) for m in gradients]) @ space.basis
     if len(stacked) > stacked.shape[1]:
@@ -48,7 +50,13 @@ def norms(gradients: Sequence[Tensor], space: RowSpace, inputs: Tensor) -> Tenso
     return found
 
 
-def likely(gradients: Sequence[Tensor], space: RowSpace, rows: Sequence[Row]) -> list[Row]:
-    """The ``rows`` that most likely stand where they were found."""
-    found = norms(gradients, space, torch.stack([r.input for r in rows]))
+def likely(seen: Observation, block: Block, space: RowSpace, rows: Sequence[Row]) -> list[Row]:
+    """The ``rows`` that most likely stand where they were found, by the gradients of ``block``, whose row space is
+    ``space``."""
+    inputs = torch.stack([r.input for r in rows]).double()
+    if space.tokens is None:
+        found = norms(visible_gradients(seen, block.qkv), space, inputs)
+    else:  # adapters in their first round show what their first matrix makes of the inputs
+        narrow, gradient, first = max(fresh_adapters(seen, block), key=lambda one: float(one[1].norm()))
+        found = norms([gradient], narrow, inputs @ first.T)
     return [row for row, one in zip(rows, (found > LIKELY * found.max()).tolist()) if one]

@@ -41,6 +41,9 @@ TOLERANCE = 1e-4
 DOUBT = 1.5
 """Tolerance relative to the expected residual: true inputs had .2 to .9 of it (bfloat16, rounded weights), rarely 1.3."""
 
+ADAPTER = (".lora_A.", ".lora_B.")
+"""In the names of PEFT: what marks the first and the second matrix of an adapter."""
+
 FULL = 0.9
 """Rank relative to the layer's inputs from which a row space that takes any token is nearly full; below, it is blurred."""
 
@@ -54,11 +57,13 @@ class RowSpace:
     basis: Tensor
     noise: Tensor
     known: Tensor | None = None
+    tokens: int | None = None
+    """The number of independent inputs, where the basis holds all inputs that the gradients do not rule out."""
 
     @property
     def rank(self) -> int:
         """Number of independent inputs; the number of private tokens as long as these are independent."""
-        return int(self.basis.shape[1])
+        return int(self.basis.shape[1]) if self.tokens is None else self.tokens
 
     @property
     def floor(self) -> float:
@@ -174,7 +179,7 @@ def blocks_to_read(seen: Observation) -> tuple[Block, ...]:
     if any(visible_gradients(seen, block.qkv) for block in parts(seen.model).blocks):
         raise NotApplicable(
             "the visible query, key and value gradients are all zero: these layers were not trained, or they are adapters "
-            "in their first round"
+            "in their first round, which show fewer tokens than their rank, and none under dropout"
         )
     raise NotApplicable("no whole query, key or value gradient is visible")
 
@@ -226,6 +231,43 @@ def block_spaces(seen: Observation, blocks: Sequence[Block], most: int | None = 
     """The row space of the attention input, by block index, for those of ``blocks`` that show one; of the first ``most``."""
     spaces = ((block.index, row_space(visible_gradients(seen, block.qkv))) for block in blocks)
     return dict(islice(((index, space) for index, space in spaces if space is not None), most))
+
+
+def adapter_spaces(seen: Observation, most: int) -> dict[int, RowSpace]:
+    """The same by adapters in their first round; empty if block 0 shows none.
+
+    The second matrix B of such an adapter is zero, so the first one, A, has no gradient. That of B is ``sum_t delta_t (A
+    x_t)^T``. Where A makes more numbers of an input than there are tokens, the gradient rules out inputs: those x for which
+    A x is outside its row space.
+    """
+    spaces = {block.index: _not_ruled_out(seen, block) for block in parts(seen.model).blocks[:most]}
+    return {index: space for index, space in spaces.items() if space is not None} if spaces[0] is not None else {}
+
+
+def fresh_adapters(seen: Observation, block: Block) -> list[tuple[RowSpace, Tensor, Tensor]]:
+    """Of the adapters of a block's queries, keys and values that show a row space, those that show the most inputs: the row
+    space of the gradient of B, that gradient ``(outputs, rank)``, and A ``(rank, hidden)``, in float64.
+
+    Queries of the last block have the gradient of the classifier's token alone, and tell nothing of other inputs.
+    """
+    found = []
+    for first in (lin.weight for lin in block.qkv if ADAPTER[0] in lin.weight):
+        gradient = seen.whole(first.replace(*ADAPTER))
+        if gradient is not None and (space := row_space([gradient])) is not None:
+            found.append((space, gradient.double(), seen.model.get_parameter(first).detach().double()))
+    most = max((space.rank for space, *_ in found), default=0)
+    return [one for one in found if one[0].rank == most]
+
+
+def _not_ruled_out(seen: Observation, block: Block) -> RowSpace | None:
+    """What a block's fresh adapters leave; None where they rule out no input."""
+    found = fresh_adapters(seen, block)
+    if not found:
+        return None
+    normals = torch.cat([a.T @ torch.linalg.svd(space.basis).U[:, space.rank :] for space, _, a in found], 1)
+    basis = torch.linalg.svd(normals / normals.norm(dim=0)).U[:, normals.shape[1] :]
+    noise = torch.full_like(basis[0], max(space.floor for space, *_ in found))
+    return RowSpace(basis, noise, tokens=found[0][0].rank)
 
 
 def hidden_by(seen: Observation, others: Sequence[Block]) -> str:
