@@ -20,7 +20,7 @@ from rasura.attacks.updates.span.endings import finish
 from rasura.attacks.updates.span.inputs import Inputs
 from rasura.attacks.updates.span.leverage import or_by_leverage
 from rasura.attacks.updates.span.null import each_once, prefixes_believed, rows_believed, tokens_believed
-from rasura.attacks.updates.span.prefixes import Prefix, grow
+from rasura.attacks.updates.span.prefixes import grow
 from rasura.attacks.updates.span.rows import (
     FULL,
     RowSpace,
@@ -33,7 +33,7 @@ from rasura.attacks.updates.span.rows import (
     visible_blocks,
 )  # fmt: skip
 from rasura.attacks.updates.span.scan import Scan
-from rasura.attacks.updates.span.tokens import Row, Search, candidates, clearest, plain, tell_rows
+from rasura.attacks.updates.span.tokens import Row, Search, candidates, clearest, hold_named, plain, tell_rows
 from rasura.core.interfaces import AttackFailed, Budget, NotApplicable
 from rasura.core.specs import AttackSpec, Home
 from rasura.core.updates import announced_update
@@ -81,9 +81,8 @@ class Span:
         observed, seen = seen, uncovered(seen, wanted)
         dropout = announced_dropout(seen) if self.adaptive else 0.0
         others = stand_ins(seen) if self.adaptive and known.causal and not (dropout or visible_blocks(seen)) else ()
-        spaces = {} if known.causal or dropout or visible_blocks(seen) else adapter_spaces(seen, wanted)
-        if not spaces or not self.adaptive:
-            spaces = block_spaces(seen, others or blocks_to_read(seen)[:wanted], wanted)
+        spaces = adapter_spaces(seen, wanted) if self.adaptive and not dropout else {}
+        spaces = spaces or block_spaces(seen, others or blocks_to_read(seen)[:wanted], wanted)
         if not spaces:
             raise AttackFailed(f"the gradients show no row space: {hidden_by(seen, others)}")
         inputs = Inputs(seen.model, others)
@@ -125,9 +124,9 @@ class Span:
         chosen = grow(seen, spaces, inputs, ids, scan=scan, longest=longest, batch_size=size, lengths=lengths)
         if not chosen and first is None:
             raise AttackFailed("no token's state lies in the visible row spaces")
-        if scan is not None and not _hold(chosen, scan):
-            return None
         prefixes = [p.tokens for p in chosen]
+        if scan is not None and not hold_named(prefixes, scan):
+            return None
         believed = prefixes_believed(spaces, inputs, ids, prefixes)
         texts = finish(observed, seen, prefixes, inputs, search=believed)
         plain_texts: Sentences = [[(t, 0) for t in text] for text in texts]
@@ -269,15 +268,6 @@ class Span:
 def dager() -> Span:
     """DAGER as published: the plain test of blocks 0 and 1. Hidden entries count as zeros, and dropout is taken for off."""
     return Span("dager", uses=frozenset({Grant.BATCH_SIZE, Grant.LABELS, Grant.LENGTHS}), adaptive=False)
-
-
-def _hold(texts: Sequence[Prefix], scan: Scan) -> bool:
-    """Whether ``texts`` hold most of the tokens that block 0 names. Each of them stands in some text, so that texts without
-    them are not those of the batch. Where tokens are named by position, any text counts."""
-    if scan.inputs.parts.position_embedding is not None:
-        return bool(texts)
-    named = {row.token for row in plain(scan, 0)}
-    return len(named & {t for text in texts for t in text.tokens}) > len(named) / 2
 
 
 SPEC = AttackSpec(

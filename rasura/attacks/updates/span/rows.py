@@ -234,13 +234,16 @@ def block_spaces(seen: Observation, blocks: Sequence[Block], most: int | None = 
 
 
 def adapter_spaces(seen: Observation, most: int) -> dict[int, RowSpace]:
-    """The same by adapters in their first round; empty if block 0 shows none.
+    """The same by an encoder's adapters in their first round, if nothing else is visible; empty where block 0 shows none.
 
     The second matrix B of such an adapter is zero, so the first one, A, has no gradient. That of B is ``sum_t delta_t (A
     x_t)^T``. Where A makes more numbers of an input than there are tokens, the gradient rules out inputs: those x for which
     A x is outside its row space.
     """
-    spaces = {block.index: _not_ruled_out(seen, block) for block in parts(seen.model).blocks[:most]}
+    known = parts(seen.model)
+    if known.causal or visible_blocks(seen):
+        return {}
+    spaces = {block.index: _not_ruled_out(seen, block) for block in known.blocks[:most]}
     return {index: space for index, space in spaces.items() if space is not None} if spaces[0] is not None else {}
 
 

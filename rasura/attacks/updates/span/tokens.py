@@ -108,6 +108,15 @@ def clearest(scan: Scan, position: int) -> list[Row]:
     return [Row(position, int(scan.ids[near[k]]), 0, states[k], float(residual[k])) for k in order[: last + 1].tolist()]
 
 
+def hold_named(texts: Sequence[Sequence[int]], scan: Scan) -> bool:
+    """Whether ``texts`` hold most of the tokens that block 0 names. Each of them stands in some text, so that texts without
+    them are not those of the batch. Where tokens are named by position, any text counts."""
+    if scan.inputs.parts.position_embedding is not None:
+        return bool(texts)
+    named = {row.token for row in plain(scan, 0)}
+    return len(named & {t for text in texts for t in text}) > len(named) / 2
+
+
 def nearest(rows: Iterable[Row]) -> list[Row]:
     """At each position, the row that is nearest to the row space."""
     best: dict[int, Row] = {}
