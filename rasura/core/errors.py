@@ -9,6 +9,10 @@ class InputError(ValueError):
     """The user's input was wrong. The message is one line: what was found, what was expected and what to do."""
 
 
+class Malformed(InputError):
+    """A method of somebody returned something of another form than it must; the message names the method."""
+
+
 class MissingExtra(InputError):
     """An optional library is not installed; the message names the extra."""
 

@@ -108,10 +108,10 @@ class MembershipAttack(Adversary, Protocol):
 class Transform(Generic[X, Y, S]):
     """One protection, as two pure functions.
 
-    ``stage`` fixes ``X`` and ``Y``: DATA ``Batch -> Batch``, MODEL ``Module -> Module`` (may change it in place; ``undo``
-    then restores it), AGGREGATE ``PerExample -> Gradients``, WIRE ``Message -> Message``. ``init`` makes the state from the
-    model (DATA: from the pair of model and vocabulary; WIRE: from the model and the inputs of the step); ``apply(x, state,
-    rng)`` returns the result and the next state. ``undo`` is for the authorised receiver.
+    ``stage`` fixes ``X`` and ``Y``: DATA ``Batch -> Batch``, MODEL ``Module -> Module`` (the same one, changed in place;
+    ``undo`` then restores it), AGGREGATE ``PerExample -> Gradients``, WIRE ``Message -> Message``. ``init`` makes the state
+    from the model (DATA: from the pair of model and vocabulary; WIRE: from the model and the inputs of the step);
+    ``apply(x, state, rng)`` returns the result and the next state. ``undo`` is for the authorised receiver.
     """
 
     stage: Stage

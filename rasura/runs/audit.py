@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from torch import OutOfMemoryError, nn
 
-from rasura.core.errors import FAULTS, broken
+from rasura.core.errors import FAULTS, Malformed, broken
 from rasura.core.interfaces import ActiveAttack, Attack, InputError, NotApplicable, NotSent, Unavailable, attacking_device
 from rasura.core.records import CUT, Record
 from rasura.core.rng import generator
@@ -148,6 +148,8 @@ class Audit:
             found = step(model, batch, defense, task=v.task, vocabulary=v.vocabulary, rng=rng, local=local, public=public)
         except (NotSent, NotApplicable) as reason:
             found = "not_applicable", str(reason)
+        except Malformed as error:
+            found = "crashed", f"the training step failed: {error}"
         except (InputError, OutOfMemoryError):
             raise
         except FAULTS as error:
@@ -193,26 +195,12 @@ class Audit:
     def _record(self, cell: Cell, threat: ThreatModel, status: str, reason: str, **found: Any) -> Record:
         found["details"] = {**found.get("details", {}), CUT: self.cut_in[cell.defense, cell.batch_size][cell.batch]}
         return Record(
-            key=cell.key,
-            attack=cell.attack,
-            update=cell.update,
-            defense=cell.defense,
-            threat=cell.threat,
-            model=Path(self.plan.model).name,
-            data=self.data_name,
-            batch_size=cell.batch_size,
-            seed=cell.seed,
-            batch=cell.batch,
-            examples=self.examples_in[cell.defense, cell.batch_size][cell.batch],
-            status=status,
-            reason=reason,
-            known_by=asdict(self.known_by[cell.defense]),
-            threat_plain=threat.plain,
-            peak_mb=peak_mb(),
-            device=self.device,
-            versions=versions(),
-            **found,
-        )
+            key=cell.key, attack=cell.attack, update=cell.update, defense=cell.defense, threat=cell.threat,
+            model=Path(self.plan.model).name, data=self.data_name, batch_size=cell.batch_size, seed=cell.seed,
+            batch=cell.batch, examples=self.examples_in[cell.defense, cell.batch_size][cell.batch], status=status,
+            reason=reason, known_by=asdict(self.known_by[cell.defense]), threat_plain=threat.plain, peak_mb=peak_mb(),
+            device=self.device, versions=versions(), **found,
+        )  # fmt: skip
 
     def _attempt(
         self, attack: Attack[Reconstruction], cell: Cell, truth: Transcript, threat: ThreatModel

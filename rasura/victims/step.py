@@ -22,6 +22,7 @@ from rasura.core.rng import Randomness, drawing, permutation, secret_generator
 from rasura.core.unchanged import Assembled, Clean
 from rasura.core.updates import changed
 from rasura.core.values import Gradients, Message, Stage, Task, Transcript, Vocabulary
+from rasura.victims.applying import applied, shapes_of
 from rasura.victims.per_example import by_owner, in_parts, per_example
 from rasura.victims.unwritten import unwritten
 
@@ -44,7 +45,7 @@ def defended(model: nn.Module, defense: Defense) -> Iterator[nn.Module]:
         raise InputError(f"{lasting[0]} has no undo, and the model is too large to keep a copy of it; give it one")
     try:
         for part in parts:
-            model, state = part.apply(model, part.init(model), secret_generator())
+            _, state = applied(part, model, part.init(model), secret_generator(), {})
             done.append((part, state))
         yield model
     finally:
@@ -123,7 +124,8 @@ def message_for(
             kept = {} if kept is None else kept
             # A plain mean hides nothing that a buffer could show.
             with nullcontext() if part.mechanism.name == "mean" else unwritten(model):
-                entries, kept["state"] = part.apply(examples, kept.get("state", part.init(model)), rng)
+                state = kept.get("state", part.init(model))
+                entries, kept["state"] = applied(part, examples, state, rng, shapes_of(model))
             # Rounded to what the weights are stored in now, when the noise is there.
             stored = {n: p.dtype for n, p in model.named_parameters()}
             entries = {n: g.to(stored.get(n, g.dtype)) for n, g in entries.items()}
@@ -134,7 +136,7 @@ def message_for(
         message = Message(entries, kind=local.kind)
         start = time.perf_counter()
         for part in by_stage[Stage.WIRE]:
-            message, _ = part.apply(message, part.init((model, inputs)), rng)
+            message, _ = applied(part, message, part.init((model, inputs)), rng, {})
         seconds = time.perf_counter() - start
     return message, sum(losses) / max(len(losses), 1), seconds
 
@@ -185,7 +187,7 @@ def step(
     original, batch = batch.to("cpu"), batch.copied().to("cpu")
     start = time.perf_counter()
     for part in (p for p in defense if p.stage is Stage.DATA):
-        batch, _ = part.apply(batch, part.init((public or model, vocabulary)), rng)
+        batch, _ = applied(part, batch, part.init((public or model, vocabulary)), rng, {})
     before = time.perf_counter() - start
     inputs = batch.to(next(model.parameters()).device).inputs()
     with full_products():  # rounded to TF32, what is sent would differ from what attacks recompute
