@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 from audit_setting import TEXTS, model_folder, plan_for
+from own_setting import described
 
 import rasura
 from rasura.core.interfaces import InputError, Transform
 from rasura.core.unchanged import CHANGED, Assembled, Lent, mark, tensors_of
-from rasura.core.values import Grant, Mechanism, Reconstruction, Stage
+from rasura.core.values import Grant, Reconstruction, Stage
 from rasura.registry import methods_with
 from rasura.registry.objects import attack_spec
 from rasura.runs.audit import Audit
@@ -133,7 +134,7 @@ def test_the_packages_own_attacks_change_nothing(model_folder: Path) -> None:
 
 
 def part(stage: Stage, apply: Any, init: Any = lambda x: None) -> Transform[Any, Any, Any]:
-    return Transform(stage, Mechanism(f"own-{stage.value}", stage, {}), init, lambda x, state, rng: (apply(x), None))
+    return Transform(stage, described(f"own-{stage.value}", stage), init, lambda x, state, rng: (apply(x), None))
 
 
 def rewritten(batch: Any) -> Any:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from audit_setting import TEXTS, model_folder
+from own_setting import described
 from torch import Tensor
 
 import rasura
 from rasura.core.errors import InputError, Malformed
 from rasura.core.interfaces import Transform
-from rasura.core.protection import Protection
 from rasura.core.values import Message, Stage
 from rasura.testing.settings import send
 from rasura.testing.tiny import VOCABULARY, batch_of
@@ -25,14 +25,14 @@ from rasura.victims.protected_rows import protected
 __all__ = ["model_folder"]
 
 
-@dataclass(frozen=True)
-class Mine(Protection, named="mine-malformed"):
-    """A protection of somebody."""
-
-
 def mine(change: Callable[[Any], Any], stage: Stage = Stage.WIRE, whole: bool = False) -> Transform[Any, Any, Any]:
     """One of ``stage`` that returns what ``change`` makes of its input; ``whole``: also in place of the pair."""
-    return Transform(stage, Mine(), lambda _: None, lambda x, state, rng: change(x) if whole else (change(x), None))
+    return Transform(
+        stage,
+        described("mine-malformed", stage),
+        lambda _: None,
+        lambda x, state, rng: change(x) if whole else (change(x), None),
+    )
 
 
 def each(change: Callable[[Tensor], Any]) -> Callable[[Message], Message]:

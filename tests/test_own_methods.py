@@ -16,13 +16,14 @@ from typing import Any
 import pytest
 import torch
 from audit_setting import TEXTS, causal_folder, model_folder, plan_for
+from own_setting import described
 from training_setting import notes
 from transformers import AutoTokenizer
 
 import rasura
 from rasura.core.interfaces import InputError, Transform
 from rasura.core.run_store import RunStore
-from rasura.core.values import Grant, Mechanism, Reconstruction, Stage
+from rasura.core.values import Grant, Reconstruction, Stage
 from rasura.registry import ATTACKS, MEMBERSHIP, SERVICE_ATTACKS, SERVICE_METRICS, SERVICE_PROTECTIONS
 from rasura.report.compare import compared
 from rasura.report.page import opened
@@ -40,7 +41,7 @@ def scaled(by: float, name: str = "scaled") -> Transform[Any, Any, Any]:
     def apply(message: Any, *_: Any) -> Any:
         return replace(message, gradients={n: by * g for n, g in message.gradients.items()}), None
 
-    return Transform(Stage.WIRE, Mechanism(name, Stage.WIRE, {}), lambda message: None, apply)
+    return Transform(Stage.WIRE, described(name), lambda message: None, apply)
 
 
 def audited(out: Path, model: Path, **more: Any) -> int:

@@ -65,3 +65,9 @@ def broken(error: BaseException) -> str:
         code = trace.tb_frame.f_code
         place, trace = f" in {code.co_name} ({code.co_filename.rpartition('/')[2]}, line {trace.tb_lineno})", trace.tb_next
     return f"{type(error).__name__}{place}"
+
+
+def in_its_words(error: BaseException) -> str:
+    """As ``broken``, with the first line of the error's own message: only where nothing private has been read yet."""
+    words = str(error).strip().partition("\n")[0]
+    return broken(error) if not words or isinstance(error, AttackFailed | InputError) else f"{broken(error)}: {words[:200]}"

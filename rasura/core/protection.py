@@ -11,15 +11,23 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from rasura.core.checked import settle
+from rasura.core.errors import InputError
 from rasura.core.values import Mechanism, Parameter, Stage
 
 KNOWN: dict[str, type[Protection]] = {}
 """Every protection by name."""
 
 
+def _of_rasura(kind: type[Protection]) -> bool:
+    return kind.__module__.partition(".")[0] == __name__.partition(".")[0]
+
+
 @dataclass(frozen=True)
 class Protection(Mechanism):
-    """A mechanism that answers these questions. The default answers mean that the mechanism does none of these things."""
+    """A mechanism that answers these questions. The default answers mean that the mechanism does none of these things.
+
+    Raises ``InputError`` for a class of somebody else that takes the name of one of Rasura's.
+    """
 
     name: str = field(init=False, repr=False, compare=False)
     stage: Stage = field(init=False, repr=False, compare=False)
@@ -30,6 +38,10 @@ class Protection(Mechanism):
 
     def __init_subclass__(cls, *, named: str = "", at: Stage = Stage.WIRE) -> None:
         if named:  # else it is what several have in common
+            taken = KNOWN.get(named)
+            if taken is not None and _of_rasura(taken) and not _of_rasura(cls):
+                # Ledgers, update files and settings name protections, and would mean this one from now on.
+                raise InputError(f"{cls.__qualname__}: {named!r} names a protection of Rasura; give yours another name")
             cls.NAME, cls.STAGE = named, at
             KNOWN[named] = cls
 

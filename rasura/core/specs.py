@@ -35,12 +35,17 @@ class MethodSpec:
     source: str
 
     def __post_init__(self) -> None:
-        if not _NAME.fullmatch(self.name):
+        if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
             raise InputError(f"method name {self.name!r}; expected letters, digits, '-', '_' and '+' only")
         for what in ("about", "source"):
             text = getattr(self, what)
-            if not text.strip() or "\n" in text:
+            if not isinstance(text, str) or not text.strip() or "\n" in text:
                 raise InputError(f"method {self.name}: {what} is {text!r}; expected one line of text")
+        for what in ("knows", "known_by", "known_by_on_images"):
+            names = getattr(self, what, None)
+            # In a text, ``in`` would find a part of another name.
+            if names is not None and not (isinstance(names, tuple) and all(isinstance(one, str) for one in names)):
+                raise InputError(f"method {self.name}: {what} is {names!r}; expected names in a tuple, such as ('mine',)")
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from importlib.metadata import EntryPoint, entry_points
 from pkgutil import walk_packages
 from typing import Any, TypeVar
 
-from rasura.core.errors import FAULTS, InputError, broken
+from rasura.core.errors import FAULTS, InputError, in_its_words
 from rasura.core.options import known
 from rasura.core.specs import MethodSpec
 
@@ -66,7 +66,7 @@ class Registry(Mapping[str, S]):
                 if taken := [s.name for s in brought if s.name in found]:
                     raise InputError(f"the name {taken[0]!r} is taken")
             except FAULTS as error:  # somebody else's code: it must not take the package down with it
-                self.unusable[point.name] = broken(error)
+                self.unusable[point.name] = in_its_words(error)
             else:
                 found |= {s.name: s for s in brought}
         return dict(sorted(found.items(), key=lambda item: (item[0] not in BASELINES, item[0])))

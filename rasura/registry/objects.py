@@ -12,6 +12,7 @@ from rasura.core.interfaces import Attack, Defense, Metric, Transform
 from rasura.core.specs import IMAGES, TEXT, AttackSpec, DefenseSpec, MethodSpec, MetricSpec
 from rasura.core.values import OWN, Reconstruction
 from rasura.defenses.compose import chain
+from rasura.registry.building import built_defense
 from rasura.registry.tables import ATTACKS, DEFENSES, METRICS
 
 S = TypeVar("S", bound=MethodSpec)
@@ -88,7 +89,8 @@ def defense_spec(defense: Transform[Any, Any, Any] | Defense) -> DefenseSpec:
     parts = defense if isinstance(defense, tuple) else (defense,)
     if not parts or not all(isinstance(part, Transform) for part in parts):
         raise InputError(f"{type(defense).__name__} is not a protection; expected a Transform, or a chain of them")
-    name = "-".join(part.mechanism.name for part in parts)
+    name = "-".join(str(getattr(part.mechanism, "name", _origin(part.apply))) for part in parts)
+    built_defense(name, parts)
     return DefenseSpec(name=name, about=GIVEN, source=_origin(parts[0].apply), make=partial(chain, *parts), example=name)
 
 

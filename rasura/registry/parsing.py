@@ -11,6 +11,7 @@ from rasura.core.local import Local
 from rasura.core.specs import DefenseSpec
 from rasura.core.values import Stage
 from rasura.defenses.compose import chain
+from rasura.registry.building import built, built_defense
 from rasura.registry.collect import named
 from rasura.registry.tables import DEFENSES, UPDATES
 
@@ -36,24 +37,24 @@ def parse_defense(
         [FrozenBlocks(n=1), Gaussian(sigma=0.01, clip=1.0)]
 
     """
-    built = [_built(named(name, methods, "defense"), value, sealing or {}) for name, value in parts(text)]
-    flat = [t for d in built for t in (d if isinstance(d, tuple) else (d,))]
+    made = [_built(named(name, methods, "defense"), value, sealing or {}) for name, value in parts(text)]
+    flat = [part for one in made for part in one]
     return chain(*sorted(flat, key=lambda t: ORDER.index(t.stage)))
 
 
-def _built(spec: DefenseSpec, value: str, sealing: Mapping[str, Any]) -> Any:
+def _built(spec: DefenseSpec, value: str, sealing: Mapping[str, Any]) -> Defense:
     if spec.parameter is None:
         if value:
             raise InputError(f"defense {spec.name} takes no parameter, found {value!r}")
-        return spec.make()
+        return built_defense(spec.name, built("protection", spec.name, spec.make))
     try:
-        return spec.make(spec.parameter(value), **sealing if spec.name == "sealing" else {})
-    except InputError:
-        raise
+        parameter = spec.parameter(value)
     except ValueError:
         raise InputError(
             f"defense {spec.name} needs a number, found {value!r}; write {spec.name}:... ({spec.about})"
         ) from None
+    more = sealing if spec.name == "sealing" else {}
+    return built_defense(spec.name, built("protection", f"{spec.name}:{value}", spec.make, parameter, **more))
 
 
 def parse_update(text: str) -> tuple[Local, Defense]:

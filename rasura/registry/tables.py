@@ -19,6 +19,7 @@ from rasura.core.specs import (
     UpdateSpec,
 )
 from rasura.core.values import Reconstruction, Task
+from rasura.registry.building import built, built_attack, built_metric
 from rasura.registry.collect import Registry, named
 
 ATTACKS = Registry("attack", AttackSpec, "rasura.attacks", "rasura.attacks")
@@ -65,17 +66,19 @@ def attack(name: str) -> Attack[Reconstruction]:
     Traceback (most recent call last):
     rasura.core.errors.InputError: unknown attack 'spam'; did you mean span or span-matching?
     """
-    return named(name, ATTACKS, "attack", ATTACKS.unusable.items()).make()
+    return built_attack(name, named(name, ATTACKS, "attack", ATTACKS.unusable.items()).make)
 
 
 def membership_attack(name: str) -> MembershipAttack:
     """The membership attack called ``name``."""
-    return named(name, MEMBERSHIP, "membership attack").make()
+    made: MembershipAttack = built("membership attack", name, named(name, MEMBERSHIP, "membership attack").make)
+    return made
 
 
 def service_attack(name: str) -> ServiceAttack:
     """The attack on a service called ``name``."""
-    return named(name, SERVICE_ATTACKS, "attack on a service").make()
+    made: ServiceAttack = built("attack on a service", name, named(name, SERVICE_ATTACKS, "attack on a service").make)
+    return made
 
 
 def metric(name: str, methods: Mapping[str, MetricSpec] = METRICS) -> Metric[Reconstruction]:
@@ -85,7 +88,7 @@ def metric(name: str, methods: Mapping[str, MetricSpec] = METRICS) -> Metric[Rec
     if spec.encoder:
         from rasura.victims.encoder import sentence_encoder
 
-        return spec.make(sentence_encoder(*filter(None, [encoder])))
+        return built_metric(bare, spec.make, sentence_encoder(*filter(None, [encoder])))
     if encoder:
         raise InputError(f"metric {bare} takes no parameter, found {encoder!r}")
-    return spec.make()
+    return built_metric(bare, spec.make)

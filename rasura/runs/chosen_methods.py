@@ -10,6 +10,7 @@ from rasura.core.local import Local
 from rasura.core.values import Reconstruction
 from rasura.registry import Methods, parse_defense, parse_update
 from rasura.registry import metric as make_metric
+from rasura.registry.building import built_attack
 from rasura.runs.plans import Plan
 
 
@@ -30,7 +31,7 @@ def chosen_methods(plan: Plan, methods: Methods, baseline: bool) -> ChosenMethod
     named."""
     added = () if "none" in plan.defenses or not baseline else ("none",)
     return ChosenMethods(
-        attacks={name: methods.attacks[name].make() for name in plan.attacks},
+        attacks={name: built_attack(name, methods.attacks[name].make) for name in plan.attacks},
         defenses={text: parse_defense(text, methods=methods.defenses) for text in (*added, *plan.defenses)},
         updates={text: parse_update(text) for text in plan.updates},
         metrics={name.partition(":")[0]: make_metric(name, methods.metrics) for name in plan.metrics},

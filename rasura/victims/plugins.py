@@ -8,7 +8,7 @@ from functools import cache
 from importlib.metadata import entry_points
 from typing import Any
 
-from rasura.core.errors import FAULTS, broken
+from rasura.core.errors import FAULTS, in_its_words
 from rasura.core.specs import ModelSpec
 
 log = logging.getLogger(__name__)
@@ -22,7 +22,7 @@ def _specs() -> tuple[ModelSpec, ...]:
             loaded: Any = point.load()
             found += [loaded] if isinstance(loaded, ModelSpec) else [s for s in loaded if isinstance(s, ModelSpec)]
         except FAULTS as error:  # somebody else's code: the other families work without it
-            log.warning("the adapter %s could not be loaded: %s", point.name, broken(error))
+            log.warning("the adapter %s could not be loaded: %s", point.name, in_its_words(error))
     return tuple(found)
 
 
