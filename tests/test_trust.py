@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -92,3 +93,61 @@ def test_an_audit_does_not_take_a_plug_in_at_its_word(tmp_path: Path) -> None:
     records = rasura.audit(model=str(folder), data=texts, attacks=[Says(), "blind"], defenses=["none"], out=tmp_path / "run")
     (record,) = [r for r in records if r.attack == "says"]
     assert record.status == "ok" and record.confidence == "matched"
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Says as its guess the labels that it is told, and declares them as ``needs`` and ``uses`` say."""
+
+    name: str = "copies"
+    needs: frozenset[Grant] = frozenset({Grant.MODEL})
+    uses: frozenset[Grant] = frozenset()
+
+    def __call__(self, seen: Observation, *, rng: Generator, budget: Budget) -> Reconstruction:
+        return Reconstruction((), "matched", labels=tuple(seen.labels.tolist()))
+
+
+def test_labels_that_an_attack_is_told_are_not_read_from_the_update(tmp_path: Path) -> None:
+    folder = tokenizer_folder(tiny("bert", "classification", num_labels=2), tmp_path / "model")
+    needing = Copies("needing", needs=frozenset({Grant.LABELS}))
+    using = Copies("using", uses=frozenset({Grant.LABELS}))
+    plan = rasura.Plan(threats=("with-labels",), texts=("w40 the w41 w42",), model=str(folder), defenses=("none",))
+    records = rasura.audit(plan, attacks=["blind", Copies(), needing, using], out=tmp_path / "run")
+    found = {r.attack: r for r in records}
+    assert found["copies"].status == "crashed" and found["copies"].reason.startswith("NotGranted: LABELS ")
+    for attack in ("needing", "using"):
+        assert found[attack].status == "ok" and "label_accuracy" not in found[attack].scores
+
+
+def test_what_a_guess_says_of_itself_wrongly_is_told_in_words(tmp_path: Path) -> None:
+    folder = tokenizer_folder(tiny("bert", "classification", num_labels=2), tmp_path / "model")
+
+    def attack(name: str, **guess: object) -> Guesses:
+        return Guesses(name, guess)
+
+    records = rasura.audit(
+        model=str(folder), data=["w40 the w41 w42"], defenses=["none"], out=tmp_path / "run",
+        attacks=[
+            "blind", attack("unproven", confidence="verified"), attack("pictures", images=torch.zeros(1, 3, 8, 8)),
+            attack("numbered", details={1: 1.0}), attack("listed", details=[1.0]),
+        ],
+    )  # fmt: skip
+    said = {r.attack: (r.status, r.reason) for r in records if r.attack != "blind"}
+    assert {status for status, _ in said.values()} == {"crashed"}
+    assert "verified needs a proof" in said["unproven"][1]
+    assert "images of a batch of texts; expected tokens" in said["pictures"][1]
+    assert "details: 1 is int; expected a name" in said["numbered"][1]
+    assert "details is list; expected figures by their names" in said["listed"][1]
+
+
+@dataclass(frozen=True)
+class Guesses:
+    """Guesses one token, with what else ``guess`` says."""
+
+    name: str
+    guess: Mapping[str, object]
+    needs: frozenset[Grant] = frozenset({Grant.MODEL})
+    uses: frozenset[Grant] = frozenset()
+
+    def __call__(self, seen: Observation, *, rng: Generator, budget: Budget) -> Reconstruction:
+        return Reconstruction(((40,),), **{"confidence": "matched", **self.guess})  # type: ignore[arg-type]  # is tested

@@ -58,7 +58,7 @@ FAULTS: tuple[type[BaseException], ...] = (Exception, SystemExit)
 def broken(error: BaseException) -> str:
     """The type of an error and where it arose. The messages of other libraries may contain private text, so they are left
     out."""
-    if isinstance(error, AttackFailed | InputError):
+    if isinstance(error, AttackFailed | InputError) or getattr(error, "of_rasura", False):
         return f"{type(error).__name__}: {error}"
     place, trace = "", error.__traceback__
     while trace is not None:

@@ -147,7 +147,16 @@ class Transcript:
 
 
 class NotGranted(LookupError):
-    """An attack read something that its threat model does not grant."""
+    """An attack read something that its threat model does not grant, or that it does not declare."""
+
+    of_rasura = True
+    """These are Rasura's own words, which name no text: a record shows them."""
+
+
+class Unproven(ValueError):
+    """A guess says of itself what it cannot, such as ``verified`` without a proof."""
+
+    of_rasura = True
 
 
 class Granted:
@@ -160,7 +169,7 @@ class Granted:
 
     def _get(self, grant: Grant) -> Any:
         if grant not in self.granted:
-            raise NotGranted(f"this threat model does not grant {grant.name} ({grant.value})")
+            raise NotGranted(f"{grant.name} ({grant.value}) is not granted, or not among what the attack needs and uses")
         return self.granted[grant]
 
     @property
@@ -256,7 +265,7 @@ class Proof:
 
     def __post_init__(self) -> None:
         if not 0 <= self.error < self.decoys:
-            raise ValueError(f"a proof needs decoys that fit worse: error {self.error:g}, decoys {self.decoys:g}")
+            raise Unproven(f"a proof needs decoys that fit worse: error {self.error:g}, decoys {self.decoys:g}")
 
 
 @dataclass(frozen=True)
@@ -285,6 +294,6 @@ class Reconstruction:
 
     def __post_init__(self) -> None:
         if (self.confidence == "verified") != (self.proof is not None):
-            raise ValueError(f"confidence {self.confidence!r}: verified needs a proof, and no other confidence takes one")
+            raise Unproven(f"confidence {self.confidence!r}: verified needs a proof, and no other confidence takes one")
         if self.proof is not None and (self.proof.tokens != self.tokens or not self.ordered):
-            raise ValueError("the proof is for other tokens")
+            raise Unproven("the proof is for other tokens")

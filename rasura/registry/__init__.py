@@ -37,7 +37,7 @@ from rasura.registry.tables import (
     usual_membership,
     usual_metrics,
 )
-from rasura.registry.trust import trusted
+from rasura.registry.trust import declared, trusted
 
 __all__ = [
     "ATTACKS",
@@ -60,6 +60,7 @@ __all__ = [
     "Registry",
     "adversaries",
     "attack",
+    "declared",
     "family",
     "for_task",
     "membership_adversaries",

@@ -1,12 +1,22 @@
-"""What is believed of an attack's guess."""
+"""What an attack is shown, and what is believed of its guess."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from rasura.attacks.shared.verify import prove, verified
+from rasura.core.interfaces import Attack
 from rasura.core.values import Observation, Reconstruction
 from rasura.registry.collect import ours
+
+
+def declared(attack: Attack[Reconstruction], seen: Observation) -> Observation:
+    """What ``attack`` is shown of ``seen``: of one that is not Rasura's, the grants alone that it declares. What it was told
+    without a word would count as read from the update."""
+    if ours(type(attack)):
+        return seen
+    known = attack.needs | attack.uses
+    return replace(seen, granted={grant: value for grant, value in seen.granted.items() if grant in known})
 
 
 def trusted(guess: Reconstruction, seen: Observation, attack: object) -> Reconstruction:

@@ -30,6 +30,7 @@ from rasura.registry import (
     Methods,
     MetricLike,
     adversaries,
+    declared,
     methods_with,
     named_attacks,
     named_defenses,
@@ -171,7 +172,7 @@ class Audit:
         outcome = self.lending.checked(self._attempt(attack, cell, truth, threat))
         guess = outcome.guess or Reconstruction((), details=outcome.details)
         scored = bool(guess.tokens) or guess.images is not None
-        told = Grant.LABELS in threat.grants and Grant.LABELS in attack.uses
+        told = Grant.LABELS in threat.grants and Grant.LABELS in attack.needs | attack.uses
         read = label_scores(None if told else guess.labels, truth)  # labels that the threat model grants are not read
         likely = [self.data.commonest_label] * len(truth.batch) if read else None
         return self._record(
@@ -210,8 +211,10 @@ class Audit:
             return missing
         rng = generator(cell.seed, "attack", cell.attack, *cell.protected_update, cell.threat, cell.batch_size, cell.batch)
 
+        told = declared(attack, seen)
+
         def guess() -> Reconstruction:
-            made = trusted(well_formed(attack(seen, rng=rng, budget=self.work), len(truth.batch)), seen, attack)
+            made = trusted(well_formed(attack(told, rng=rng, budget=self.work), truth.batch), seen, attack)
             return replace(made, texts=tuple(truth.vocabulary.text(t) for t in made.tokens))
 
         return attempt(guess, raises=(OutOfMemoryError,))  # a GPU's: a fault of the machine
