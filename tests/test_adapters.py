@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +36,17 @@ def folder(tmp_path: Path) -> Path:
 
 
 def update_of(
-    family: str, task: Any, saved: list[str], layers: str, defense: str = "none", rank: int = 2, text: list[int] = TEXT
+    family: str,
+    task: Any,
+    saved: list[str],
+    layers: str,
+    defense: str = "none",
+    rank: int = 2,
+    text: list[int] = TEXT,
+    blocks: int = 2,
 ) -> Any:
     config = peft.LoraConfig(r=rank, target_modules=layers.split(","), modules_to_save=saved)
-    model = peft.get_peft_model(tiny(family, task), config)
+    model = peft.get_peft_model(tiny(family, task, blocks=blocks), config)
     return step(
         model, batch_of([text], task, [0]), parse_defense(defense), task=task,
         vocabulary=CAUSAL_VOCABULARY if task == "causal" else VOCABULARY, rng=generator(0, "step"),
@@ -89,6 +97,21 @@ def test_fresh_adapters_of_values_give_a_short_text(text: list[int]) -> None:
     seen = observe(update_of("llama", "causal", [], "q_proj,v_proj", rank=8, text=text), HONEST_SERVER)
     found = attack("span")(seen, rng=generator(0), budget=Budget())
     assert found.tokens == (tuple(text),) and found.confidence == "verified"
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_fresh_adapters_of_a_classifier_on_a_decoder_give_a_text_beside_its_head(family: str) -> None:
+    """The head reads the state of one token of a text. It stood in for all other layers, and no text was found."""
+    sent = update_of(family, "classification", ["score"], "q_proj,v_proj", rank=8, blocks=3)
+    found = attack("span")(observe(sent, HONEST_SERVER), rng=generator(0), budget=Budget())
+    assert found.tokens == (tuple(TEXT),) and found.confidence == "verified"
+
+
+def test_the_head_of_a_classifier_alone_is_said_to_tell_nothing() -> None:
+    seen = observe(update_of("llama", "classification", ["score"], "q_proj"), HONEST_SERVER)
+    kept = replace(seen.message, gradients={n: g for n, g in seen.gradients.items() if "score" in n})
+    with pytest.raises(NotApplicable):
+        attack("span")(replace(seen, message=kept), rng=generator(0), budget=Budget())
 
 
 def test_fresh_adapters_of_fewer_dimensions_than_tokens_say_so() -> None:

@@ -196,7 +196,7 @@ def stand_ins(seen: Observation) -> tuple[Block, ...]:
     known = parts(seen.model)
     matrices = {lin: g for lin in known.linears for g in visible_gradients(seen, [lin]) if bool(g.any())}
     inside = {b: [lin for lin in matrices if lin.module.startswith(f"{b.module}.")] for b in known.blocks}
-    if known.head in matrices:
+    if known.head in matrices and seen.task == "causal":  # a classifier's head reads one state of a text
         inside[Block(len(known.blocks), known.head.module, ())] = [known.head]
     if not any(inside.values()):
         return ()
