@@ -114,6 +114,14 @@ def test_the_head_of_a_classifier_alone_is_said_to_tell_nothing() -> None:
         attack("span")(replace(seen, message=kept), rng=generator(0), budget=Budget())
 
 
+@pytest.mark.parametrize(("family", "layers"), [("gpt2", "c_attn"), ("opt", "q_proj,v_proj")])
+def test_fresh_adapters_give_a_text_where_positions_are_embedded(family: str, layers: str) -> None:
+    """The run up to block 0 keeps no keys. Their number was taken for the place, and no second word was accepted."""
+    seen = observe(update_of(family, "causal", [], layers, rank=8), HONEST_SERVER)
+    found = attack("span")(seen, rng=generator(0), budget=Budget())
+    assert found.tokens == (tuple(TEXT),) and found.confidence == "verified"
+
+
 def test_fresh_adapters_of_fewer_dimensions_than_tokens_say_so() -> None:
     seen = observe(
         update_of("llama", "causal", [], "q_proj,v_proj", rank=4, text=[CLS, 40, 3, 41, 9, 60, 61]), HONEST_SERVER

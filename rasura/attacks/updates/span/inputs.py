@@ -26,8 +26,9 @@ KEPT = 8192
 SAME = 1e-5
 """Relative difference of inputs by kept keys and values from those of a whole run that is rounding: float32 leaves 1e-6."""
 
-Way = Callable[[Any, Tensor, Sequence[Block]], dict[int, Tensor]]
-"""A cache of a head, tokens ``(k,)`` behind it, and blocks -> the inputs of the blocks' attention, ``(k, hidden)``."""
+Way = Callable[[Any, int, Tensor, Sequence[Block]], dict[int, Tensor]]
+"""A cache of a head, its length, tokens ``(k,)`` behind it, and blocks -> the inputs of the blocks' attention,
+``(k, hidden)``."""
 
 
 class Inputs:
@@ -70,12 +71,14 @@ class Inputs:
         token.
         """
         way = self._way(len(head) + ABREAST) if len(head) and len(tokens) > 1 else None
+        cache: Any = None if way is None else self._ran(head, blocks)
+        if way == self._kept and cache.get_seq_length() < len(head):
+            way = None  # the run ended before the first attention kept a key, and only keys tell this way the place
         chunks = torch.split(tokens, ABREAST if way == self._abreast else max(1, ROWS // (len(head) + 1)))
         if way is None:
             found = [self._rerun(head, chunk, blocks) for chunk in chunks]
         else:
-            cache = self._ran(head, blocks)
-            found = [way(cache, chunk, blocks) for chunk in chunks]
+            found = [way(cache, len(head), chunk, blocks) for chunk in chunks]
         return {b.index: torch.cat([one[b.index] for one in found]) for b in blocks}
 
     def _rerun(self, head: Tensor, tokens: Tensor, blocks: Sequence[Block]) -> dict[int, Tensor]:
@@ -101,8 +104,9 @@ class Inputs:
                 self._heads.pop(next(iter(self._heads)))
         return cache
 
-    def _abreast(self, cache: Any, tokens: Tensor, blocks: Sequence[Block]) -> dict[int, Tensor]:
-        """All tokens at one place behind the head in one run, none of which sees another one."""
+    def _abreast(self, cache: Any, place: int, tokens: Tensor, blocks: Sequence[Block]) -> dict[int, Tensor]:
+        """All tokens at one place behind the head in one run, none of which sees another one. The keys do not tell the
+        place: a run that ends before the first attention keeps none."""
         own = copy.deepcopy(cache)
         length, count = own.get_seq_length(), len(tokens)
         dtype = self.model.get_parameter(self.parts.word_embedding).dtype
@@ -111,11 +115,11 @@ class Inputs:
         mask[:, length:].fill_diagonal_(0.0)
         found = self._into(
             blocks, input_ids=tokens[None], past_key_values=own, use_cache=True, attention_mask=mask[None, None],
-            position_ids=torch.full_like(tokens, length)[None],
+            position_ids=torch.full_like(tokens, place)[None],
         )  # fmt: skip
         return {index: x[0] for index, x in found.items()}
 
-    def _kept(self, cache: Any, tokens: Tensor, blocks: Sequence[Block]) -> dict[int, Tensor]:
+    def _kept(self, cache: Any, place: int, tokens: Tensor, blocks: Sequence[Block]) -> dict[int, Tensor]:
         """Each token behind a copy of the head's keys and values."""
         own = copy.deepcopy(cache)
         length = own.get_seq_length() + 1
@@ -148,7 +152,7 @@ class Inputs:
             try:
                 for n in range(1, len(head) + 1):
                     cache = self._ran(head[:n], blocks)
-                found = way(cache, tokens, blocks)[blocks[0].index]
+                found = way(cache, len(head), tokens, blocks)[blocks[0].index]
             except (TypeError, ValueError, AttributeError, RuntimeError, IndexError, KeyError, NotImplementedError):
                 return False
             return found.shape == again.shape and float((found - again).norm()) <= SAME * float(again.norm())
