@@ -16,6 +16,7 @@ from rasura.attacks.shared.verify import VERIFIED, check
 from rasura.attacks.updates.span import Span
 from rasura.attacks.updates.span.grouping import cluster, dealt, projections
 from rasura.attacks.updates.span.inputs import Inputs
+from rasura.attacks.updates.span.rates import own_rate, searched
 from rasura.attacks.updates.span.rows import block_spaces, row_space, visible_blocks
 from rasura.attacks.updates.span.scan import Scan
 from rasura.attacks.updates.span.tokens import candidates, clearest
@@ -173,6 +174,46 @@ def test_gpt2_under_dropout_is_read_or_given_up(hidden: int) -> None:
         with suppress(AttackFailed):
             guess = attack(seen)
             assert guess.confidence == "matched" and set(guess.tokens[0]) <= set(text)
+
+
+@pytest.mark.parametrize(("own", "active"), [(0.1, 0.1), (0.0, 0.1), (0.4, 0.1)])
+def test_dropout_that_nobody_announced_is_taken_for_the_models_own(own: float, active: float) -> None:
+    """A training loop leaves it active. If that finds too little, no rate is taken for known."""
+    model = tiny("bert", "classification", hidden=128)
+    layers = [module for module in model.modules() if isinstance(module, nn.Dropout)]
+    for layer in layers:
+        layer.p = active
+    model.train()
+    torch.manual_seed(3)
+    found, _ = gradients(model, batch_of(TEXTS[:1], "classification").inputs())
+    model.eval()
+    for layer in layers:
+        layer.p = own
+    space = row_space([found[lin.weight] for lin in parts(model).blocks[0].qkv])
+    assert space is not None and own_rate(model) == own
+    scan = Scan(space, Inputs(model), candidates(VOCABULARY), len(TEXTS[0]))
+    look = searched(
+        scan, len(TEXTS[0]), 0.0, copies=1, opening=(), known_length=True, work=(96, 8), rng=generator(0)
+    )  # fmt: skip
+    assert look.complete and {(row.position, row.token) for row in look.rows} == set(enumerate(TEXTS[0]))
+    assert look.rate in (own, 0.0) and (look.rate == own or own != active)
+
+
+@pytest.mark.slow
+def test_two_texts_of_a_usual_training_loop_are_told_apart(minilm_path: Path) -> None:
+    """Nothing is announced: neither the dropout that the loop left active nor the number of texts. Only a bag of words came
+    back, after eight minutes."""
+    victim = load(minilm_path, "classification")
+    texts = ["Lena Brandt owes 4,250 euros .", "The patient was discharged on Tuesday with a new prescription ."]
+    coded = victim.tokenizer(texts, return_tensors="pt", padding=True)
+    victim.model.train()
+    torch.manual_seed(1)
+    found, _ = gradients(victim.model, {**coded, "labels": torch.tensor([1, 0])})
+    victim.model.eval()
+    granted = {Grant.MODEL: victim.model, Grant.BASE_MODEL: victim.vocabulary, Grant.MECHANISM: ()}
+    guess = attack(Observation(Message(found), "classification", granted))
+    assert guess.ordered and guess.confidence == "span"
+    assert sorted(map(victim.vocabulary.text, guess.tokens)) == sorted(map(victim.vocabulary.text, coded.input_ids.tolist()))
 
 
 @pytest.mark.slow

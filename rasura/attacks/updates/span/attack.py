@@ -21,6 +21,7 @@ from rasura.attacks.updates.span.inputs import Inputs
 from rasura.attacks.updates.span.leverage import or_by_leverage
 from rasura.attacks.updates.span.null import each_once, prefixes_believed, rows_believed, tokens_believed
 from rasura.attacks.updates.span.prefixes import grow
+from rasura.attacks.updates.span.rates import searched
 from rasura.attacks.updates.span.rows import (
     FULL,
     RowSpace,
@@ -33,7 +34,7 @@ from rasura.attacks.updates.span.rows import (
     visible_blocks,
 )  # fmt: skip
 from rasura.attacks.updates.span.scan import Scan
-from rasura.attacks.updates.span.tokens import Row, Search, candidates, clearest, hold_named, plain, tell_rows
+from rasura.attacks.updates.span.tokens import Row, candidates, clearest, hold_named, plain, tell_rows
 from rasura.core.interfaces import AttackFailed, Budget, NotApplicable
 from rasura.core.specs import AttackSpec, Home
 from rasura.core.updates import announced_update
@@ -147,22 +148,19 @@ class Span:
         size = seen.batch_size if Grant.BATCH_SIZE in seen else 0
         known_length = Grant.LENGTHS in seen
         longest = min(max(seen.lengths) if known_length else space.rank, scan.places)
-        rows: list[Row] = []
-        likely: list[list[int]] = []
+        rows, likely = list[Row](), list[list[int]]()
         owed, active = 0, dropout > 0
         if not active or not positional:  # of most decoders without positions, dropout leaves the embeddings as they are
             steps = announced_update(seen).kind != "fedsgd"
             rows = self._plain(scan, longest, known_length, placed=positional and size == 1, several=steps)
         named = any(row.token not in seen.vocabulary.special_ids for row in rows)
-        if (
-            not named and self.adaptive and space.tokens is None
-        ):  # dropout was active: somebody said so, or no word lies in the span as it is
-            active = True
-            prefilter, rounds, _ = self.work[budget.level]
-            opening = seen.vocabulary.prefix if size else ()
-            look = Search(scan, longest, rate=dropout, copies=size or MAX_COPIES, opening=opening, rng=rng)
-            rows = look(known_length=known_length, prefilter=prefilter, rounds=rounds)
-            owed = look.owed
+        if not named and self.adaptive and space.tokens is None:
+            active = True  # somebody said that dropout was, or no word lies in the span as it is
+            look = searched(
+                scan, longest, dropout, copies=size or MAX_COPIES, opening=seen.vocabulary.prefix if size else (),
+                known_length=known_length, work=self.work[budget.level][:2], rng=rng,
+            )  # fmt: skip
+            rows, owed = look.rows, look.owed
             likely = [[t for t in ids.tolist() if t not in seen.vocabulary.special_ids] for ids in look.nearest]
         if not rows:
             raise AttackFailed("no token's input lies in the row space of block 0")
