@@ -23,7 +23,7 @@ from rasura.core.interfaces import Budget, NotApplicable
 from rasura.core.local import Adapter
 from rasura.core.rng import generator
 from rasura.core.threat import HONEST_SERVER, observe
-from rasura.core.values import UNKNOWN, Message, Observation, Reconstruction, Vocabulary
+from rasura.core.values import UNKNOWN, Grant, Message, Observation, Reconstruction, Vocabulary
 from rasura.data.text import Example, encode
 from rasura.registry import parse_defense, parse_update
 from rasura.testing.tiny import CLS, DECODERS, PAD, VOCABULARY, batch_of, tiny
@@ -190,6 +190,23 @@ def test_texts_grow_from_what_is_predicted_alone() -> None:
     assert tells is not None and all(tuple(twice[0]) != text for texts in chained(tells, [40, 41], 1) for text in texts)
 
 
+def test_a_text_grows_on_where_a_word_is_hardly_told_from_one_that_is_like_it() -> None:
+    """As numbers are in what a training in 16 bits sends. The word that lies nearest is tried first."""
+    text, model = [40, 3, 41, 9, 60, 61], tiny("llama", "causal", hidden=96, words=500)
+    assert isinstance(model.lm_head, nn.Linear)
+    with torch.no_grad():
+        row = model.lm_head.weight
+        for k in range(9):
+            row[100 + k] = row[9] + 0.001 * 1.6**k * row[9].norm() / 96**0.5 * torch.randn(96, generator=generator(3))
+    seen = seen_of(model, batch_of([text], "causal"), "causal")
+    seen = replace(seen, message=Message({n: g.bfloat16().float() for n, g in seen.gradients.items()}))
+    tells = predicted(seen, Inputs(seen.model))
+    assert tells is not None
+    _, outside = tells.outside(torch.tensor(text[:3]))
+    assert not tells.clear(outside) and outside.topk(2, largest=False).indices.tolist() == [9, 100]
+    assert next(chained(tells, [40], 1)) == (tuple(text),)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "protection"), [
     ("smollm2", "frozen-embeddings+frozen-blocks:29"), ("smollm2", "frozen-embeddings+sealing:attn"),
@@ -214,6 +231,22 @@ def test_best_ends_with_a_text_that_differs_from_the_update_by_rounding_alone(la
     guess = Reconstruction(((*text[:-1], last),), "matched", ordered=True)
     assert best._settled(guess, replace(seen, message=rounded)) == settled
     assert not best._settled(replace(guess, ordered=False), replace(seen, message=rounded))
+    assert best._settled(replace(guess, details={"chained": True}), replace(seen, message=rounded))
+
+
+@pytest.mark.slow
+def test_a_text_with_a_number_comes_back_from_a_training_under_autocast(pretrained: Path) -> None:
+    """The forward pass itself ran in bfloat16. Only a bag of words came back, and the search went on for minutes."""
+    victim = load(pretrained / "smollm2", "causal")
+    coded = victim.tokenizer(["Lena Brandt owes 4,250 euros to her landlord."], return_tensors="pt")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        victim.model(**coded, labels=coded["input_ids"]).loss.backward()
+    found = {n: p.grad for n, p in victim.model.named_parameters() if p.grad is not None}
+    victim.model.zero_grad()
+    granted = {Grant.MODEL: victim.model, Grant.BASE_MODEL: victim.vocabulary, Grant.MECHANISM: ()}
+    guess = best.Best()(Observation(Message(found), "causal", granted), rng=generator(0), budget=Budget())
+    assert guess.tokens == (tuple(coded["input_ids"][0].tolist()),) and guess.confidence == "matched"
+    assert "joint-pursuit" not in str(guess.details["tried"])
 
 
 @pytest.mark.slow

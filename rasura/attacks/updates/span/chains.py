@@ -17,7 +17,12 @@ from rasura.attacks.updates.span.predicted import Predicted, predicted
 from rasura.core.values import UNKNOWN, Grant, Observation, Parameter, Reconstruction
 
 SECOND = 4
-"""Words that are tried behind a first token: its ``delta`` is weak in models whose attention rests on it."""
+"""Words that are tried behind a first token: its ``delta`` is weak in models whose attention rests on it. And the most that
+are tried behind a longer prefix where several lie near."""
+
+NEAR = 0.02
+"""Share of a next word's ``delta`` that lies outside the column space at most. Words that are alike, such as numbers, lie
+near it, too: behind ``4,2`` of ``4,250`` it was .0065 of the right one, and .024 of the next (SmolLM2-135M, bfloat16)."""
 
 STARTS, RUNS = 64, 512
 """Most first tokens, and most prefixes that are tried."""
@@ -29,7 +34,7 @@ EXPLAINED = 0.1
 
 def or_chained(guess: Reconstruction, seen: Observation) -> Reconstruction:
     """``guess``, or texts grown from its words, where it has no proof and these explain the update as it does not."""
-    if guess.confidence != "matched" or seen.task != "causal":
+    if seen.task != "causal" or (guess.ordered and guess.confidence != "matched"):
         return guess
     tells = predicted(seen, Inputs(seen.model))
     if tells is None or (guess.ordered and check(seen, guess.tokens)[0] < EXPLAINED):
@@ -53,7 +58,7 @@ def chained(tells: Predicted, starts: Sequence[int], size: int) -> Iterator[tupl
         head = alive.pop()
         # A run of the first token has one state, behind which the same follows again.
         following = [t for t in _following(tells, head) if {*head, t} != {head[0]}]
-        alive += [(*head, t) for t in following]
+        alive += [(*head, t) for t in reversed(following)]  # the nearest is the next
         if not following and len(head) > 2:
             ended = sorted([*ended, head], key=len, reverse=True)[:size]
             if len(ended) == size and head in ended:
@@ -61,11 +66,13 @@ def chained(tells: Predicted, starts: Sequence[int], size: int) -> Iterator[tupl
 
 
 def _following(tells: Predicted, head: tuple[int, ...]) -> Iterator[int]:
-    """The words that clearly follow ``head``; of a first token without any, those near it behind which one clearly does."""
+    """The words that clearly follow ``head``, the nearest first; without any, those that lie near it. Behind a first token,
+    these are words behind which one clearly follows."""
     _, outside = tells.outside(torch.tensor(head))
     clear = tells.clear(outside)
     if clear or len(head) > 1:
-        yield from clear
+        near = outside.topk(SECOND, largest=False)
+        yield from clear or near.indices[near.values < NEAR].tolist()
         return
     for token in outside.topk(SECOND, largest=False).indices.tolist():
         if tells.clear(tells.outside(torch.tensor((*head, token)))[1]):
