@@ -152,6 +152,15 @@ def test_lists_of_fl4health_and_fate_follow_the_model(tmp_path: Path, plain: Vic
     check(tmp_path / "c.pt", adapted, tuned)
 
 
+@pytest.mark.parametrize("name", ["gradients", "grads", "gradient", "grad", "update", "delta"])
+def test_gradients_beside_the_loss_and_the_weights_are_read(tmp_path: Path, plain: Victim, name: str) -> None:
+    update = sent(plain)
+    torch.save({"step": 3, "loss": 0.7, name: update}, tmp_path / "a.pt")
+    check(tmp_path / "a.pt", plain, update)
+    torch.save({"model": plain.model.state_dict(), name: update}, tmp_path / "b.pt")
+    check(tmp_path / "b.pt", plain, update)
+
+
 def test_buffers_in_a_list_are_left_out(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     victim: Any = type("Victim", (), {"model": model})

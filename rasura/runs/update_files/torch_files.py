@@ -29,9 +29,13 @@ LATER: Mapping[str, torch.dtype] = {
 }  # fmt: skip
 """Types without a storage type of their own; they are named beside the tensor."""
 
-INSIDE = ("model", "state_dict", "model_state_dict", "module", "params", "weights", "data", "cur_model")
-"""The entries in which frameworks store the weights: NVFlare ``model``, its messages ``data``, FederatedScope and trainers
-``model``, Lightning ``state_dict``, FLModel ``params``."""
+INSIDE = (
+    "gradients", "grads", "gradient", "grad", "update", "delta",
+    "model", "state_dict", "model_state_dict", "module", "params", "weights", "data", "cur_model",
+)  # fmt: skip
+"""The entries in which training loops store gradients, which come before weights beside them; and those in which frameworks
+store the weights: NVFlare ``model``, its messages ``data``, FederatedScope and trainers ``model``, Lightning ``state_dict``,
+FLModel ``params``."""
 
 REMEDY = "save tensors by parameter name, with torch.save or rasura.capture"
 
