@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 from audit_setting import model_folder
+from own_setting import described
 from pages_setting import training_folder
 from training_setting import notes
 
 from rasura.core.files import name_for
 from rasura.core.interfaces import InputError
-from rasura.core.values import Mechanism, Stage
 from rasura.defenses.compression import sign
 from rasura.registry import DEFENSES
 from rasura.report.promises import promises
@@ -87,7 +87,7 @@ def test_a_training_is_not_read_as_that_of_other_code(
     tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def halved(times: int) -> None:
-        made = replace(sign(), mechanism=Mechanism(f"{times}", Stage.WIRE))
+        made = replace(sign(), mechanism=described(f"{times}"))
         monkeypatch.setitem(DEFENSES.specs, "halved", replace(DEFENSES["sign"], name="halved", make=lambda: made))
 
     def trained(*names: str) -> list[str]:

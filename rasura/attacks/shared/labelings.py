@@ -80,6 +80,11 @@ def _labels_from_head(seen: Observation, ids: Tensor, mask: Tensor, types: Tenso
         share = owed.setdefault(text, shares[row] * sum(text == tuple(other) for other in ids.tolist()))
         labels.append(int(share.argmax()))
         share[labels[-1]] -= 1
+    # Which copy of a text has which of their labels is not told, and was a matter of rounding: the lower ones come first.
+    for text in owed:
+        copies = [row for row, other in enumerate(ids.tolist()) if tuple(other) == text]
+        for row, label in zip(copies, sorted(labels[row] for row in copies)):
+            labels[row] = label
     solved, unscaled = torch.tensor(labels), deltas.argmin(1)
     return [solved] if len(owed) < len(ids) or torch.equal(solved, unscaled) else [solved, unscaled]
 

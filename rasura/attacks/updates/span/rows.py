@@ -176,10 +176,12 @@ def blocks_to_read(seen: Observation) -> tuple[Block, ...]:
     found = visible_blocks(seen)
     if found:
         return found
-    if any(visible_gradients(seen, block.qkv) for block in parts(seen.model).blocks):
+    read = [lin for block in parts(seen.model).blocks for lin in block.qkv]
+    if visible_gradients(seen, read):
+        adapters = "; adapters in their first round show fewer tokens than their rank, and none under dropout"
         raise NotApplicable(
             "the visible query, key and value gradients are all zero: these layers were not trained, or they are adapters "
-            "in their first round, which show fewer tokens than their rank, and none under dropout"
+            f"in their first round{adapters if any(ADAPTER[0] in lin.weight for lin in read) else ''}"
         )
     raise NotApplicable("no whole query, key or value gradient is visible")
 
