@@ -201,6 +201,10 @@ def test_they_keep_no_state(make: Any) -> None:
         (lambda: laplace_noise(1, 0), "laplace: clip is 0; expected a number above 0 (float('inf') for no clipping)"),
         (lambda: gaussian_noise(0, -2), "gaussian: clip is -2; expected a number above 0 (float('inf') for no clipping)"),
         (lambda: parse_defense("dp-sgd:1/clip=x"), "dp-sgd: clip is 'x'; expected a value like 1.0"),
+        (
+            lambda: parse_defense("dp-sgd:1/clip=1,noise=x"),
+            "dp-sgd: clip is '1,noise=x'; expected a value like 1.0; '/' stands between two settings",
+        ),
         (lambda: parse_defense("dp-sgd:x"), "dp-sgd: sigma is 'x'; expected a value like 1.0"),
         (
             lambda: parse_defense("dp-sgd:1/kappa=2"),

@@ -81,7 +81,8 @@ def _value(name: str, key: str, value: str, usual: Any) -> Any:
         if isinstance(usual, int | float):
             return type(usual)(value)
     except (KeyError, ValueError):
-        raise InputError(f"{name}: {key} is {value!r}; expected a value like {str(usual).lower()}") from None
+        between = "; '/' stands between two settings" if "=" in value else ""
+        raise InputError(f"{name}: {key} is {value!r}; expected a value like {str(usual).lower()}{between}") from None
     return None if value == "none" else value
 
 
