@@ -11,14 +11,13 @@ the model alone does.
 from __future__ import annotations
 
 import torch
-from lora_setting import in_round, options, rows_of, seen_of, sent_by, victim_of
+from lora_setting import earlier_round, in_round, options, rows_of, seen_of, sent_as, sent_by, victim_of
 from torch import Tensor
 
 from rasura.attacks.updates.span.inputs import Inputs
 from rasura.attacks.updates.span.rows import visible_gradients
 from rasura.core.local import Adapter
 from rasura.core.values import Observation
-from rasura.registry import parse_update
 from rasura.victims.models import parts
 
 
@@ -58,8 +57,7 @@ def main() -> None:
     told = parser.parse_args()
     victim = victim_of(told.model, told.models, told.device)
     others = rows_of(victim, told.data, 32, 8 * told.round, told.seed + 1)
-    earlier = parse_update(f"local:epochs=2/batch=4/lr=1e-4/lora={told.rank}")[0]
-    local = parse_update(f"local:epochs=4/batch=0/lr=1e-4/lora={told.rank}")[0]
+    earlier, local = earlier_round(told.rank), sent_as("adamw", told.rank)
     every = []
     for draw, row in enumerate(rows_of(victim, told.data, told.tokens, told.draws, told.seed)):
         model = in_round(victim, Adapter(told.rank, "attention"), told.round, others, earlier, draw)

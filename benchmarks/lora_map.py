@@ -20,11 +20,13 @@ from lora_setting import (
     Lines,
     bag_scores,
     common_words,
+    earlier_round,
     figure,
     in_round,
     options,
     rows_of,
     seen_of,
+    sent_as,
     sent_by,
     tried,
     victim_of,
@@ -32,14 +34,8 @@ from lora_setting import (
 from torch import nn
 
 from rasura.core.batches import Batch
-from rasura.core.local import FEDSGD, Adapter, Local
-from rasura.registry import parse_update
+from rasura.core.local import Adapter
 from rasura.victims.loading import Victim
-
-
-def sent_as(kind: str, rank: int) -> Local:
-    """How the text is trained on."""
-    return FEDSGD if kind == "gradient" else parse_update(f"local:epochs=4/batch=0/lr=1e-4/lora={rank}")[0]
 
 
 def cell(model: nn.Module, victim: Victim, row: Batch, others: Sequence[Batch], where: dict[str, Any]) -> dict[str, Any]:
@@ -93,8 +89,9 @@ def main() -> None:
             if lines.has(**where):
                 continue
             if model is None:
-                earlier = parse_update(f"local:epochs=2/batch=4/lr=1e-4/lora={rank}")[0]
-                model = in_round(victim, Adapter(rank, told.targets), number, others, earlier, draw).to(told.device)
+                model = in_round(victim, Adapter(rank, told.targets), number, others, earlier_round(rank), draw).to(
+                    told.device
+                )
             lines.add(cell(model, victim, rows[tokens][draw], others, where))
             print({k: v for k, v in lines.rows[-1].items() if k not in ("model", "targets")}, flush=True)
     show(lines, told.out)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from rasura.core.batches import Batch
 from rasura.core.interfaces import AttackFailed, Budget, NotApplicable
-from rasura.core.local import Adapter, Local
+from rasura.core.local import FEDSGD, Adapter, Local
 from rasura.core.rng import generator, permutation
 from rasura.core.threat import observe_update
 from rasura.core.updates import changed
@@ -22,6 +22,7 @@ from rasura.core.values import Message, Observation, Reconstruction
 from rasura.data.text import Example, encode, load_examples
 from rasura.metrics.intervals import mean_interval
 from rasura.registry import attack as make_attack
+from rasura.registry import parse_update
 from rasura.victims.adapters import with_fresh_adapter
 from rasura.victims.batching import joined
 from rasura.victims.loading import Victim, load
@@ -98,6 +99,16 @@ def batch_of(victim: Victim, ids: Sequence[int], label: int) -> Batch:
         )
         types = None if made.token_type_ids is None else torch.zeros_like(row)
     return Batch(row, torch.ones_like(row), labels, (text,), (text,), types, victim.vocabulary.special_ids)
+
+
+def earlier_round(rank: int) -> Local:
+    """How a client trained in the rounds before."""
+    return parse_update(f"local:epochs=2/batch=4/lr=1e-4/lora={rank}")[0]
+
+
+def sent_as(kind: str, rank: int) -> Local:
+    """How the text is trained on."""
+    return FEDSGD if kind == "gradient" else parse_update(f"local:epochs=4/batch=0/lr=1e-4/lora={rank}")[0]
 
 
 def trained(model: nn.Module) -> list[str]:

@@ -18,6 +18,7 @@ from lora_setting import (
     Lines,
     bag_scores,
     common_words,
+    earlier_round,
     figure,
     in_round,
     options,
@@ -31,14 +32,13 @@ from torch import Tensor
 
 from rasura.core.batches import Batch
 from rasura.core.local import FEDSGD, Adapter
-from rasura.registry import parse_update
 from rasura.victims.loading import Victim
 
 
 def summed(victim: Victim, rows: list[Batch], others: list[Batch], where: dict[str, Any], device: str) -> dict[str, Any]:
     """The mean of several clients' gradients in the second round, and what is read of it."""
     adapter, draw = Adapter(where["rank"]), where["draw"]
-    earlier = parse_update(f"local:epochs=2/batch=4/lr=1e-4/lora={where['rank']}")[0] if where["rank"] else FEDSGD
+    earlier = earlier_round(where["rank"]) if where["rank"] else FEDSGD
     model = in_round(victim, adapter, 2 if where["rank"] else 1, others, earlier, draw).to(device)
     total: dict[str, Tensor] = {}
     for row in rows:
@@ -52,7 +52,7 @@ def series(victim: Victim, rows: list[Batch], others: list[Batch], where: dict[s
     """The same text in several rounds, whose adapters' gradients are put together as one of more rows."""
     draw = where["draw"]
     stacked: dict[str, Tensor] = {}
-    earlier = parse_update(f"local:epochs=2/batch=4/lr=1e-4/lora={where['rank']}")[0]
+    earlier = earlier_round(where["rank"])
     for number in range(where["rounds"]):
         model = in_round(victim, Adapter(where["rank"]), 2 + number, others, earlier, draw).to(device)
         for name, g in sent_by(model, victim, rows, FEDSGD, draw).items():

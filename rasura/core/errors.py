@@ -55,10 +55,15 @@ FAULTS: tuple[type[BaseException], ...] = (Exception, SystemExit)
 """What a fault in a method is caught by. ``sys.exit`` in a wrapped program would otherwise end the run, with exit code 0."""
 
 
+def _own_words(error: BaseException) -> bool:
+    """Whether the message is Rasura's own, which names no text. ``core.values`` says it of its errors by ``of_rasura``."""
+    return isinstance(error, AttackFailed | InputError) or getattr(error, "of_rasura", False)
+
+
 def broken(error: BaseException) -> str:
     """The type of an error and where it arose. The messages of other libraries may contain private text, so they are left
     out."""
-    if isinstance(error, AttackFailed | InputError) or getattr(error, "of_rasura", False):
+    if _own_words(error):
         return f"{type(error).__name__}: {error}"
     place, trace = "", error.__traceback__
     while trace is not None:
@@ -70,4 +75,4 @@ def broken(error: BaseException) -> str:
 def in_its_words(error: BaseException) -> str:
     """As ``broken``, with the first line of the error's own message: only where nothing private has been read yet."""
     words = str(error).strip().partition("\n")[0]
-    return broken(error) if not words or isinstance(error, AttackFailed | InputError) else f"{broken(error)}: {words[:200]}"
+    return broken(error) if not words or _own_words(error) else f"{broken(error)}: {words[:200]}"

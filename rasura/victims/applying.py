@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rasura.core.batches import Batch, ImageBatch
 from rasura.core.errors import Malformed
@@ -18,8 +18,11 @@ from rasura.core.values import Message, Stage
 Shapes = Mapping[str, Sequence[int]]
 
 
-def applied(part: Transform[Any, Any, Any], given: Any, state: Any, rng: Randomness, shapes: Shapes) -> tuple[Any, Any]:
-    """What ``part`` makes of ``given``, and its next state. ``shapes``: those of the model's parameters, by name.
+def applied(
+    part: Transform[Any, Any, Any], given: Any, state: Any, rng: Randomness, shapes: Shapes | None = None
+) -> tuple[Any, Any]:
+    """What ``part`` makes of ``given``, and its next state. ``shapes``: those of the model's parameters, by name, which
+    only AGGREGATE needs.
 
     Raises ``Malformed``, which names the part, where it returns anything but: a batch of as many examples (DATA), the model
     that it was given (MODEL), entries by name in these shapes (AGGREGATE), or a message of the entries that it was given,
@@ -36,7 +39,7 @@ def applied(part: Transform[Any, Any, Any], given: Any, state: Any, rng: Randomn
             None if result is given else f"returned {_kind(result)}; expected the model that it was given, changed in place"
         )
     elif part.stage is Stage.AGGREGATE:
-        fault = _of_entries(result, shapes)
+        fault = _of_entries(result, shapes or {})
     else:
         fault = _of_message(result, given)
     if fault is not None:
@@ -44,9 +47,9 @@ def applied(part: Transform[Any, Any, Any], given: Any, state: Any, rng: Randomn
     return found
 
 
-def shapes_of(model: nn.Module) -> Shapes:
-    """The shapes of the parameters of ``model``, by name."""
-    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+def shapes_of(tensors: Mapping[str, Tensor]) -> Shapes:
+    """The shapes of ``tensors``, by name."""
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
 def _malformed(part: Transform[Any, Any, Any], fault: str) -> Malformed:
@@ -70,7 +73,7 @@ def _of_message(result: Any, given: Message) -> str | None:
         return f"returned {_kind(result)}; expected a Message"
     if result.kind != given.kind:
         return f"changed the kind of the update from {given.kind!r} to {result.kind!r}"
-    fault = _of_entries(result.gradients, {n: tuple(g.shape) for n, g in given.gradients.items()})
+    fault = _of_entries(result.gradients, shapes_of(given.gradients))
     return fault or _of_masks(result)
 
 

@@ -28,6 +28,10 @@ QKV_NAMES = frozenset(
 MPT."""
 
 
+ADAPTER = (".lora_A.", ".lora_B.")
+"""In the names of PEFT: what marks the first and the second matrix of an adapter."""
+
+
 @dataclass(frozen=True)
 class Linear:
     """A linear layer. ``transposed``: the weight is ``(inputs, outputs)``, as in GPT-2's Conv1D."""
@@ -162,7 +166,7 @@ def _block(model: nn.Module, index: int, name: str, linears: Sequence[Linear]) -
         for lin in linears
         if lin.module.startswith(prefix)
         and QKV_NAMES & set(lin.module[len(prefix) :].split("."))
-        and "lora_B" not in lin.module
+        and ADAPTER[1] not in lin.weight
     )
     if not qkv:
         kind = type(model).__name__

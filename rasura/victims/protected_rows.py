@@ -49,7 +49,7 @@ def protected(
             states = states or [p.init((model, vocabulary)) for p in parts]
             batch = joined(some, vocabulary.pad_id or 0)
             for k, part in enumerate(parts):
-                batch, states[k] = applied(part, batch, states[k], generator(seed, "data", k, start), {})
+                batch, states[k] = applied(part, batch, states[k], generator(seed, "data", k, start))
             make_private(file, partial(save_file, {"input_ids": batch.input_ids.contiguous()}))
         ids = load_file(str(file))["input_ids"]
         for row, new in zip(some, ids):

@@ -45,7 +45,7 @@ def defended(model: nn.Module, defense: Defense) -> Iterator[nn.Module]:
         raise InputError(f"{lasting[0]} has no undo, and the model is too large to keep a copy of it; give it one")
     try:
         for part in parts:
-            _, state = applied(part, model, part.init(model), secret_generator(), {})
+            _, state = applied(part, model, part.init(model), secret_generator())
             done.append((part, state))
         yield model
     finally:
@@ -125,7 +125,7 @@ def message_for(
             # A plain mean hides nothing that a buffer could show.
             with nullcontext() if part.mechanism.name == "mean" else unwritten(model):
                 state = kept.get("state", part.init(model))
-                entries, kept["state"] = applied(part, examples, state, rng, shapes_of(model))
+                entries, kept["state"] = applied(part, examples, state, rng, shapes_of(dict(model.named_parameters())))
             # Rounded to what the weights are stored in now, when the noise is there.
             stored = {n: p.dtype for n, p in model.named_parameters()}
             entries = {n: g.to(stored.get(n, g.dtype)) for n, g in entries.items()}
@@ -136,7 +136,7 @@ def message_for(
         message = Message(entries, kind=local.kind)
         start = time.perf_counter()
         for part in by_stage[Stage.WIRE]:
-            message, _ = applied(part, message, part.init((model, inputs)), rng, {})
+            message, _ = applied(part, message, part.init((model, inputs)), rng)
         seconds = time.perf_counter() - start
     return message, sum(losses) / max(len(losses), 1), seconds
 
@@ -187,7 +187,7 @@ def step(
     original, batch = batch.to("cpu"), batch.copied().to("cpu")
     start = time.perf_counter()
     for part in (p for p in defense if p.stage is Stage.DATA):
-        batch, _ = applied(part, batch, part.init((public or model, vocabulary)), rng, {})
+        batch, _ = applied(part, batch, part.init((public or model, vocabulary)), rng)
     before = time.perf_counter() - start
     inputs = batch.to(next(model.parameters()).device).inputs()
     with full_products():  # rounded to TF32, what is sent would differ from what attacks recompute

@@ -73,20 +73,19 @@ def _labels_from_head(seen: Observation, ids: Tensor, mask: Tensor, types: Tenso
     gradient = seen.gradients[head.weight].double()
     deltas = (gradient @ torch.linalg.pinv(states)).T / announced_update(seen).steps
     shares = logits.softmax(1) - deltas * len(ids)
-    labels = []
-    owed: dict[tuple[int, ...], Tensor] = {}
+    copies: dict[tuple[int, ...], list[int]] = {}
     for row, text in enumerate(map(tuple, ids.tolist())):
+        copies.setdefault(text, []).append(row)
+    solved, unscaled = torch.zeros(len(ids), dtype=torch.long), deltas.argmin(1)
+    for rows in copies.values():
         # Copies of a text have one mean share in common, so what one takes the others no longer need.
-        share = owed.setdefault(text, shares[row] * sum(text == tuple(other) for other in ids.tolist()))
-        labels.append(int(share.argmax()))
-        share[labels[-1]] -= 1
-    # Which copy of a text has which of their labels is not told, and was a matter of rounding: the lower ones come first.
-    for text in owed:
-        copies = [row for row, other in enumerate(ids.tolist()) if tuple(other) == text]
-        for row, label in zip(copies, sorted(labels[row] for row in copies)):
-            labels[row] = label
-    solved, unscaled = torch.tensor(labels), deltas.argmin(1)
-    return [solved] if len(owed) < len(ids) or torch.equal(solved, unscaled) else [solved, unscaled]
+        share, taken = shares[rows[0]] * len(rows), list[int]()
+        for _ in rows:
+            taken.append(int(share.argmax()))
+            share[taken[-1]] -= 1
+        # Which of them has which label is not told, and would be a matter of rounding: the lower ones come first.
+        solved[rows] = torch.tensor(sorted(taken))
+    return [solved] if len(copies) < len(ids) or torch.equal(solved, unscaled) else [solved, unscaled]
 
 
 def turned(logits: Tensor, labels: Tensor) -> Tensor:

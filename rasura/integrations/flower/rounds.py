@@ -24,7 +24,7 @@ from rasura.integrations.flower.agreement import Agreement, check_sums, few, nex
 from rasura.integrations.flower.library import log
 from rasura.integrations.flower.scales import Scale
 from rasura.integrations.flower.secure_sums import Masking
-from rasura.victims.applying import applied
+from rasura.victims.applying import applied, shapes_of
 from rasura.victims.per_example import as_one
 
 
@@ -138,7 +138,7 @@ def protected(
         # No model or inputs: masks are agreed, and what else acts on messages needs neither.
         state = part.init((None, {}))
         if part.stage is Stage.AGGREGATE:
-            found = applied(part, as_one(update), state, rng, {n: tuple(g.shape) for n, g in update.items()})[0]
+            found = applied(part, as_one(update), state, rng, shapes_of(update))[0]
             message = replace(message, gradients={n: g.to(update[n].dtype) for n, g in found.items()})
             continue
         if part.mechanism.name == "sealing":
@@ -146,7 +146,7 @@ def protected(
                 n: torch.where(agreement.sealed[n], share * (g + before.moved[n]), g) for n, g in message.gradients.items()
             }  # fmt: skip
             message = replace(message, gradients=moved)
-        message, _ = applied(part, message, state, rng, {})
+        message, _ = applied(part, message, state, rng)
     data = to_bytes(message)
     figures = {"bytes": float(len(data)), "cpu-seconds": time.process_time() - start}
     beyond = message.header.get("beyond")  # only where values are cut to an agreed scale

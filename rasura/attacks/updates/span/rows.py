@@ -16,7 +16,7 @@ from torch import Tensor
 from rasura.core.errors import NotApplicable
 from rasura.core.updates import announced_update
 from rasura.core.values import Observation
-from rasura.victims.models import Block, Linear, parts, recorded_inputs
+from rasura.victims.models import ADAPTER, Block, Linear, parts, recorded_inputs
 
 CHUNK = 2048
 """Tokens whose inputs are computed at once when a whole vocabulary is tested."""
@@ -40,9 +40,6 @@ TOLERANCE = 1e-4
 
 DOUBT = 1.5
 """Tolerance relative to the expected residual: true inputs had .2 to .9 of it (bfloat16, rounded weights), rarely 1.3."""
-
-ADAPTER = (".lora_A.", ".lora_B.")
-"""In the names of PEFT: what marks the first and the second matrix of an adapter."""
 
 FULL = 0.9
 """Rank relative to the layer's inputs from which a row space that takes any token is nearly full; below, it is blurred."""
