@@ -12,9 +12,10 @@ from typer.testing import CliRunner
 
 from rasura.cli import app
 from rasura.core.interfaces import Budget
+from rasura.core.rng import generator
 from rasura.core.values import UNKNOWN, Reconstruction
 from rasura.runs.reading import ReadRequest, read_update
-from rasura.runs.reading_notes import notes
+from rasura.runs.reading_notes import OUTSIDE, notes
 from rasura.testing.tiny import tiny, tokenizer_folder
 from rasura.victims.loading import Victim, load
 from rasura.victims.models import parts
@@ -202,3 +203,19 @@ def test_places_that_stay_open_are_told(tmp_path: Path) -> None:
     found = read_update(path, one, ReadRequest(attack="embedding-rows", batch_size=1))
     assert (found.texts, found.confidence) == (("w40 the w41",), "span") and found.tokens[0][-1] is None
     assert found.notes == ("places that stay open, which the texts do not show: 1",)
+
+
+def test_words_of_an_update_by_other_weights_are_a_bag_that_says_so(tmp_path: Path) -> None:
+    """A client's model that was trained on: no input lies in the row space, and some words stand out near it."""
+    folder = tokenizer_folder(tiny("bert", "classification", hidden=128, num_labels=2), tmp_path / "model")
+    held, theirs = load(folder, "classification"), load(folder, "classification")
+    noise = generator(0)
+    with torch.no_grad():
+        for p in theirs.model.parameters():
+            p.add_(0.02 * float(p.std(correction=0)) * torch.randn(p.shape, generator=noise))
+    words = [11, 40, 41, 42, 43, 44, 45]
+    inputs = dict(theirs.tokenizer([theirs.vocabulary.text(words)], return_tensors="pt"), labels=torch.tensor([1]))
+    capture(theirs.model, inputs, tmp_path / "u.safetensors")
+    found = read_update(tmp_path / "u.safetensors", held, ReadRequest(attack="span", frozen_embeddings=True))
+    assert found.confidence == "matched" and not found.ordered and set(found.tokens[0]) == set(words)
+    assert OUTSIDE in found.notes

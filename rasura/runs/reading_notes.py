@@ -8,11 +8,17 @@ from dataclasses import replace
 from rasura.core.values import UNKNOWN, Reconstruction, Vocabulary
 from rasura.victims.loading import Victim
 
+OUTSIDE = (
+    "the inputs of these words do not lie in the row space of the update, only near it: it may be that of other weights "
+    "than the model's, or of another dropout"
+)
+
 
 def notes(guess: Reconstruction, victim: Victim, batch_size: int | None, update: str | None) -> tuple[str, ...]:
     """What the texts of ``guess`` do not show, one line each. ``batch_size``, ``update``: as the request states them."""
     words, texts = victim.vocabulary, len(guess.tokens)
     guess, out = _once(guess)
+    out += [OUTSIDE] if guess.details.get("outside") else []
     tokens = [t for text in guess.tokens for t in text if t != UNKNOWN and t not in words.special_ids - words.unknown_ids]
     unknown, twins = sum(t in words.unknown_ids for t in tokens), guess.details.get("twins")
     out += [f"{unknown} of {len(tokens)} tokens are words that the tokenizer does not know"] if unknown else []

@@ -39,50 +39,62 @@ LEAST = 5
 LONGEST = 512
 """Places that are tried at most."""
 
+STALE = 8
+"""Places in a row without a word that is new, behind which no more are tried. With other weights than the model's, the same
+words stand out at every place."""
+
 
 def or_by_leverage(read: Callable[[], Reconstruction], seen: Observation) -> Reconstruction:
     """What ``read`` gives; the bag of words by leverage where that fails, or has no proof and names fewer words."""
     try:
         guess = read()
     except AttackFailed:
-        if not (bag := words_by_leverage(seen)):
+        bag, room = words_by_leverage(seen)
+        if not bag:
             raise
     else:
         named = {t for text in guess.tokens for t in text} - seen.vocabulary.special_ids
-        if guess.confidence != "matched" or len(bag := words_by_leverage(seen)) <= len(named):
+        if guess.confidence != "matched":
+            return guess
+        bag, room = words_by_leverage(seen)
+        if len(bag) <= len(named):
             return guess
     size = seen.batch_size if Grant.BATCH_SIZE in seen else 1
-    details = {"distinct_tokens": len(bag), "by_leverage": True}
+    details = {"distinct_tokens": len(bag), "by_leverage": True, "outside": room}
     return in_span((bag,) * size, seen, believed=False, ordered=False, details=details)
 
 
 @torch.no_grad()
-def words_by_leverage(seen: Observation) -> tuple[int, ...]:
-    """The words that stand out by the gradients of block 0 that are visible whole; none where these have too few rows,
-    fewer than ``LEAST`` words stand out, or more than a row space with room to spare can hold: each word takes a direction,
-    so some only resemble the batch's."""
+def words_by_leverage(seen: Observation) -> tuple[tuple[int, ...], bool]:
+    """The words that stand out by the gradients of block 0 that are visible whole, and whether their row space has room.
+
+    None where these have too few rows, fewer than ``LEAST`` words stand out, or more than a row space with room can hold:
+    each word takes a direction, so some only resemble the batch's. Words near a row space with room, which do not lie in
+    it, are what other weights than the model's leave, or another dropout.
+    """
     known = parts(seen.model)
     matrices = scaled(visible_gradients(seen, known.blocks[0].qkv))
     stacked = torch.cat(matrices) if matrices else torch.zeros(0, known.hidden)
     if len(stacked) < stacked.shape[1] or not bool(stacked.isfinite().all()):
-        return ()
+        return (), False
     _, values, rows = torch.linalg.svd(torch.linalg.qr(stacked).R, full_matrices=False)
     whiten = (rows.T / values.clamp_min(WEAKEST * float(values[0]))).float()
     ids, inputs = candidates(seen.vocabulary), Inputs(seen.model)
     places = 1 if (table := positions(seen.model)) is None else min(table, LONGEST)
     if Grant.LENGTHS in seen:
         places = min(places, max(seen.lengths))
-    norms, found, empty = row_norms(seen), set[int](), 0
+    filled = int((values > WEAKEST * values[0]).sum())
+    room = filled < FULL * known.hidden
+    most = filled if room else len(ids)
+    norms, found, empty, stale = row_norms(seen), set[int](), 0, 0
     for place in range(places):
         here = _standing_out(inputs, ids, place, whiten, norms)
         words = set(here) - seen.vocabulary.special_ids
+        empty, stale = 0 if words else empty + 1, 0 if words - found else stale + 1
         found |= words
-        empty = 0 if words else empty + 1
-        if empty > EMPTY:
+        if empty > EMPTY or stale > STALE or len(found) > most:
             break
-    filled = int((values > WEAKEST * values[0]).sum())
-    most = filled if filled < FULL * known.hidden else len(ids)
-    return tuple(sorted(found)) if LEAST <= len(found) <= most else ()
+    return (tuple(sorted(found)), room) if LEAST <= len(found) <= most else ((), room)
 
 
 def _standing_out(inputs: Inputs, ids: Tensor, place: int, whiten: Tensor, norms: Tensor | None) -> list[int]:
