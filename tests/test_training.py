@@ -100,15 +100,20 @@ def test_an_interrupted_training_ends_as_an_uninterrupted_one(tmp_path: Path, de
     class Stopped(Exception):
         pass
 
+    heard: list[tuple[int, int, Mapping[str, float]]] = []
+
     def stop(done: int, total: int, told: Mapping[str, float]) -> None:
-        if done == 2:
+        heard.append((done, total, told))
+        if done == 8:  # inside the third epoch
             raise Stopped
 
     with pytest.raises(Stopped):
         fine_tuning(tmp_path / "cut", defense, recipe=LINEAR).run(stop)
     cut = fine_tuning(tmp_path / "cut", defense, seed=3, recipe=LINEAR)
-    found = cut.run()
+    found = cut.run(lambda *told: heard.append(told))
     assert vars(found) == vars(wanted)
+    batches_done = [*range(1, 9), 7, 8, 9]
+    assert heard == [(k, 9, (wanted.epochs or [])[(k - 1) // 3 - 1] if k > 3 else {}) for k in batches_done]
     theirs = dict(cut.model.named_parameters())
     assert all(torch.equal(p, theirs[n]) for n, p in whole.model.named_parameters())
 

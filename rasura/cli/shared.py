@@ -195,7 +195,9 @@ def _lines(bar: Progress, over: Event) -> None:
         for task in bar.tasks:
             count = f"{task.completed:.0f} of {task.total:.0f}" if task.total else ""
             cells = task.fields.get("told")
-            told = [f"{count} cells", cells.times()] if cells else [task.description, count, clock(task.elapsed or 0.0)]
+            left = "" if task.time_remaining is None else f"~{clock(task.time_remaining)} left"
+            usual = [task.description, count, clock(task.elapsed or 0.0), left]
+            told = [f"{count} cells", cells.times()] if cells else usual
             say(", ".join(filter(None, told)), to=err)
 
 

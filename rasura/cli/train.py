@@ -169,7 +169,7 @@ def trained(training: Any, as_json: bool) -> list[dict[str, Any]]:
         def told(what: str, done: int, total: int, figures: Any) -> None:
             shown = {k: v for k, v in figures.items() if k in ("train_loss", "accuracy", "loss", "epsilon")}
             now = " ".join(f"{k} {above(v) if k == 'epsilon' else f'{v:.3f}'}" for k, v in shown.items())
-            bar.update(line, description=f"{what} {now}", completed=done, total=total)
+            bar.update(line, description=f"{what} {now}".strip(), completed=done, total=total)
 
         results = list(training.run(told))
     if as_json:

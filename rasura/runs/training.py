@@ -196,7 +196,7 @@ class Training:
             ledger=ledger, owners=self._owners(parts), canaries=canaries,
         )  # fmt: skip
         history = run.run(
-            None if progress is None else lambda done, total, told: progress(f"{defense}: epoch", done, total, told)
+            None if progress is None else lambda done, total, told: progress(f"{defense}: batch", done, total, told)
         )
         if service is not None:
             save_model(model, str(place / SERVED))

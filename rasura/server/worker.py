@@ -63,11 +63,15 @@ def train(store: Store, job: Job, device: str) -> None:
         vocabulary=data.vocabulary(about), evaluate=figures, watched=watched, higher=HIGHER_IS_BETTER[watched],
     )  # fmt: skip
 
-    def noted(*_: object) -> None:
+    def noted() -> None:
         store.progress(job.id, run.history.epochs or [], run.history.best_epoch, len(different))
 
-    run.run(noted)
-    noted()  # of a job that had ended but for its model
+    def begun(done: int, total: int, _: object) -> None:
+        if (done - 1) % (total // recipe.epochs) == 0:  # an epoch has begun, so that the one before is booked
+            noted()
+
+    run.run(begun)
+    noted()  # also of a job that had ended but for its model
     merge: Any = getattr(model, "merge_and_unload", None)
     whole: Any = model if merge is None else merge()
     with store.incoming() as part:

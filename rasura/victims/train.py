@@ -86,17 +86,14 @@ class FineTuning:
 
     def run(self, progress: Callable[[int, int, Mapping[str, float]], None] | None = None) -> History:
         """Train to the end, from the last complete epoch of an earlier run. The figures are the same as without an
-        interruption."""
+        interruption. ``progress`` is told the batches done, those of all epochs, and the figures of the last epoch."""
         from safetensors.torch import load_file
 
         self._resume()
         while not self.history.finished(self.recipe):
-            loss = self._epoch(self.history.epoch)
+            loss = self._epoch(self.history.epoch, progress)
             held = checked(self.evaluate(self.model), self.history.epoch + 1, self.recipe.learning_rate)
-            figures = {"train_loss": loss, **held, **self._spent()}
-            self._book(figures)
-            if progress is not None:
-                progress(self.history.epoch, self.recipe.epochs, figures)
+            self._book({"train_loss": loss, **held, **self._spent()})
         if self.ledger is not None and self.history.epoch < self.recipe.epochs:
             self.ledger.end()  # figures of its models ended it
         if self.recipe.keep == "best" and self.history.best_epoch not in (0, self.history.epoch):
@@ -108,7 +105,7 @@ class FineTuning:
         found = None if self.ledger is None or self.ledger.formal is None else self.ledger.spent().epsilon
         return {} if found is None else {"epsilon": found}
 
-    def _epoch(self, epoch: int) -> float:
+    def _epoch(self, epoch: int, progress: Callable[[int, int, Mapping[str, float]], None] | None = None) -> float:
         losses = []
         device = next(self.model.parameters()).device
         size = self.recipe.batch_size
@@ -157,6 +154,8 @@ class FineTuning:
             if not math.isfinite(taken.loss):
                 raise diverged("the loss is not a number", epoch + 1, self.recipe.learning_rate)
             losses += [taken.loss] if part else []
+            if progress is not None:
+                progress(epoch * len(parts) + number + 1, self.recipe.epochs * len(parts), (self.history.epochs or [{}])[-1])
         return sum(losses) / max(1, len(losses))
 
     def _among(self, draw: Draw) -> tuple[Defense, Callable[[], None]]:
