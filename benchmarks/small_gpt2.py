@@ -5,6 +5,7 @@ rasura train runs/gpt2/texts.parquet --model runs/gpt2/fresh --task causal --tes
     --truncate --max-length 96 --epochs 2 --learning-rate 1e-3 --precision bf16 --out runs/gpt2/trained
 
 ``runs/gpt2/trained/none-0/model`` is then a model folder for any study, audit or training (``--model``).
+Leave out ``--precision bf16`` if the processor has no instructions for it: a step then takes ten times as long.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from torch import Tensor
 from rasura.core.checked import number, whole, word
 from rasura.core.errors import InputError
 from rasura.core.mechanisms import FedAvgSgd, mechanism
+from rasura.core.precision import passes_in
 from rasura.core.protection import Protection
 from rasura.core.values import Gradients, Mechanism, Stage
 
@@ -240,7 +241,7 @@ def run(
         for group in _grouped(_dealt(size, course, order), course.accumulate):
             total: dict[str, Tensor] = {}
             for rows in group:
-                with torch.autocast(device.type, dtype=torch.bfloat16, enabled=course.precision == "bf16"):
+                with passes_in(course.precision, device.type):
                     found, loss = gradient(rows)
                 losses.append(loss)
                 for name, entries in found.items():

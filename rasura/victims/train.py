@@ -17,6 +17,7 @@ from rasura.core.accumulation import counted, gathered, needed_tokens
 from rasura.core.batches import Batch
 from rasura.core.files import make_private, write_whole
 from rasura.core.interfaces import Defense, InputError, NotApplicable
+from rasura.core.precision import passes_in
 from rasura.core.rng import Randomness, SecretGenerator, generator, secret_generator
 from rasura.core.values import Stage, Task, Vocabulary
 from rasura.victims.batching import batches, by_person, drawn, joined, none_of
@@ -136,7 +137,7 @@ class FineTuning:
             record = self._recorded(draw, rng)
             defense, released = self._among(draw)
             try:
-                with torch.autocast(device.type, dtype=torch.bfloat16, enabled=self.recipe.precision == "bf16"):
+                with passes_in(self.recipe.precision, device.type):
                     taken = step(
                         self.model, batch, defense, task=self.task, vocabulary=self.vocabulary, rng=rng,
                         expected=min(size, units) if self.poisson or self.order else None, record=record,
