@@ -92,6 +92,14 @@ def test_a_run_is_not_resumed_with_another_attack_or_metric_of_the_same_name(
         audited(tmp_path, model_folder, **wanted, **{given: [make(other)]})
 
 
+def test_a_metric_outside_of_its_bounds_says_so(model_folder: Path, tmp_path: Path) -> None:
+    """It was "ValueError in _scaled", a place in the code."""
+    given: dict[str, Any] = {"data": TEXTS, "attacks": ["blind"], "defenses": ["none"], "metrics": [Constant(1.7)]}
+    made = list(rasura.audit(model=model_folder, out=tmp_path, budget="quick", **given))
+    told = [r.scores["constant"]["reason"] for r in made if r.attack == "blind"]
+    assert told and set(told) == {"no value: InputError: a value lies outside [0, 1]: the values go from 1.7 to 1.7"}
+
+
 def test_a_run_is_not_resumed_on_other_texts(model_folder: Path, tmp_path: Path) -> None:
     def run(texts: Sequence[str], reference: str = "Carol met the echo .") -> int:
         for name, some in (("data", texts), ("reference", [reference])):

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from rasura.core.errors import InputError
+
 Array = NDArray[np.float64]
 
 STEPS = 45
@@ -89,12 +91,13 @@ def mean_interval(
 
 
 def _scaled(values: Array, low: float, high: float) -> Array:
-    """``values`` of the range ``low`` to ``high`` in [0, 1]. Raises ``ValueError`` for no range, and for a value outside."""
+    """``values`` of the range ``low`` to ``high`` in [0, 1]. Raises ``ValueError`` for no range, ``InputError`` for a value
+    outside."""
     if not (math.isfinite(low) and math.isfinite(high) and low < high):
         raise ValueError(f"the range is {low} to {high}; expected two finite numbers, the lower one first")
     scaled: Array = (values - low) / (high - low)
     if values.size and (scaled.min() < -ROUNDING or scaled.max() > 1 + ROUNDING):
-        raise ValueError(
+        raise InputError(
             f"a value lies outside [{low:g}, {high:g}]: the values go from {values.min():g} to {values.max():g}"
         )
     return scaled.clip(0, 1)
