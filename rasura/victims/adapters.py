@@ -50,8 +50,7 @@ def revision_of(folder: Path, base: str) -> str | None:
     named, revision = (config.get(key) for key in ("base_model_name_or_path", "revision"))
     if not isinstance(revision, str | None):
         raise InputError(f"{folder}/adapter_config.json says revision = {str(revision)[:30]}; expected text")
-    held = (embedded_path(named) or Path(named)) if isinstance(named, str) else None
-    there = held if held is not None and held.is_dir() else None
+    there = _held(named) if isinstance(named, str) else None
     if there is not None and Path(base).is_dir():
         if not _same_weights(there, Path(base)):
             raise InputError(
@@ -69,6 +68,15 @@ def revision_of(folder: Path, base: str) -> str | None:
     if Path(base).resolve().name != revision:  # as in the hub's cache
         _say(f"{folder} names the revision {revision} of its base model; whether {base} holds that one is not known")
     return None
+
+
+def _held(named: str) -> Path | None:
+    """The folder of the model called ``named``; None where it is not on this machine."""
+    try:
+        place = embedded_path(named) or Path(named)
+    except MissingExtra:
+        return None
+    return place if place.is_dir() else None
 
 
 def _same_weights(one: Path, other: Path) -> bool:
