@@ -62,12 +62,13 @@ def test_an_interrupted_training_goes_on_counting(tmp_path: Path) -> None:
         pass
 
     def stop(done: int, total: int, told: Mapping[str, float]) -> None:
-        raise Stopped
+        if done > 3:  # behind the first epoch; the fourth release is in no model that is kept
+            raise Stopped
 
     first = run(tmp_path)
     with pytest.raises(Stopped):
         first.run(stop)
-    assert first.ledger.releases == 3
+    assert first.ledger.releases == 4
     second = run(tmp_path)
     second.run()
     assert second.ledger.releases == 9
