@@ -145,7 +145,7 @@ def test_a_job_goes_on_after_the_server_was_killed(tmp_path: Path) -> None:
                 time.sleep(0.02)
         server.end(signal.SIGKILL)
         assert seen["state"] == "running" and seen["epoch"] < 60
-        (server.store / "incoming" / "half").mkdir()
+        (server.store / "incoming" / ("0" * 16)).mkdir()  # an upload that the kill cut off
         server.start()
         with setting.client() as client:
             done = client.wait(job["id"], seconds=300, every=0.2)
