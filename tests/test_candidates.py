@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from typer.testing import CliRunner
 
 from rasura.attacks.updates.candidates import agreement, fall, last_weights, scores
+from rasura.cli import app
 from rasura.cli.candidates import listed
 from rasura.core.interfaces import InputError
 from rasura.core.updates import changed
@@ -135,7 +137,9 @@ def test_candidates_of_a_file(tmp_path: Path, minilm_path: Path) -> None:
         files[name] = tmp_path / f"{name}.jsonl"
         files[name].write_text("".join(json.dumps({"text": t, "label": 1}) + "\n" for t in some), encoding="utf-8")
     request = ReadRequest(reference=files["others"])
-    found = read_candidates(tmp_path / "update.safetensors", files["given"], one, request, simulated=2)
+    told: list[tuple[int, int]] = []
+    found = read_candidates(tmp_path / "update.safetensors", files["given"], one, request, 2, lambda *at: told.append(at))
+    assert told == [(k, 8) for k in range(1, 9)], "two candidates, and two reference texts in three passes"
     first, second = found.candidates
     assert first.score > 0.999 and first.score > second.score
     assert first.p == pytest.approx(1 / 3) and first.verdict == "no level"
@@ -263,3 +267,12 @@ def test_candidates_of_a_model_whose_labels_are_no_classes_are_refused(tmp_path:
     one.model.config.problem_type = kind  # type: ignore[union-attr]  # a Hugging Face config
     with pytest.raises(InputError, match="not a classifier with one label a text"):
         read_candidates(tmp_path / "update.safetensors", tmp_path / "candidates.jsonl", one)
+
+
+def test_a_file_of_another_type_is_refused_before_the_model_is_loaded(tmp_path: Path) -> None:
+    for name in ("update.safetensors", "given.txt"):
+        (tmp_path / name).write_text("snow fell all night", encoding="utf-8")
+    update, given, missing = (str(tmp_path / name) for name in ("update.safetensors", "given.txt", "no-model"))
+    for options in (["--candidates", given], ["--reference", given]):
+        done = CliRunner().invoke(app, ["read", update, "--model", missing, "--task", "causal", *options])
+        assert isinstance(done.exception, InputError) and "unknown file type .txt" in str(done.exception)

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rasura.cli.shared import err, out, say, say_json
+from rasura.cli.shared import out, say, say_json, watched
 
 Candidates = Annotated[
     Path | None, typer.Option(help="file with texts; prints for each whether it was in the round (see --reference)")
@@ -21,8 +21,13 @@ def candidates_read(update: Path, candidates: Path, victim: Any, request: Any, s
     """Print which texts of the file ``candidates`` were in the round, and how reliable such an answer is."""
     from rasura.runs.candidates import read_candidates
 
-    with err.status("scoring"):
-        found = read_candidates(update, candidates, victim, request, simulated)
+    with watched(resumable=False) as bar:
+        line = bar.add_task("scoring", total=None)
+
+        def scored(done: int, total: int) -> None:
+            bar.update(line, completed=done, total=total)
+
+        found = read_candidates(update, candidates, victim, request, simulated, scored)
     if as_json:
         say_json(found.to_dict())
     else:

@@ -99,7 +99,7 @@ def read(
         from rasura.victims.loading import load
 
         level: Any = known("budget", budget, ("quick", "default", "paper"))
-        kind, paths = _text_task(task, model, num_labels), _checked(updates or [], watch, candidates)
+        kind, paths = _text_task(task, model, num_labels), _checked(updates or [], watch, candidates, reference)
         victim = load(
             model, kind, num_labels=num_labels, seed=seed, device=device_named(device),
             allow_pickle=allow_pickle, adapter=adapter_among(model, before, names_from),
@@ -117,8 +117,10 @@ def read(
     return _each(paths if watch is None else arriving(watch), victim, request, as_json)
 
 
-def _checked(updates: list[Path], watch: Path | None, candidates: Path | None) -> list[Path]:
-    """The ``updates`` to read, which are there."""
+def _checked(updates: list[Path], watch: Path | None, candidates: Path | None, reference: Path | None) -> list[Path]:
+    """The ``updates`` to read, which are there, as are the files of texts."""
+    from rasura.data.rows import Source
+
     if bool(updates) == (watch is not None):
         raise InputError("give the updates to read, or --watch FOLDER")
     if candidates is not None and len(updates) != 1:
@@ -128,6 +130,8 @@ def _checked(updates: list[Path], watch: Path | None, candidates: Path | None) -
     for update in updates:
         if not update.exists():
             raise InputError(f"{update} does not exist; expected an update file or the folder of a checkpoint")
+    for file in filter(None, (candidates, reference)):
+        Source(file, list)  # refuses the name of no file of texts
     return updates
 
 

@@ -169,9 +169,11 @@ def clock(seconds: float) -> str:
 
 
 @contextmanager
-def watched(*columns: ProgressColumn, close: Callable[[], None] = lambda: None) -> Iterator[Progress]:
-    """A progress bar for resumable work, which moves inside a long step, too; without a terminal, a line every minute.
-    Ctrl-C prints a notice and exits with code 130; ``close`` is always called."""
+def watched(
+    *columns: ProgressColumn, close: Callable[[], None] = lambda: None, resumable: bool = True
+) -> Iterator[Progress]:
+    """A progress bar that moves inside a long step, too; without a terminal, a line every minute. Ctrl-C exits with code
+    130, after a notice if the work is ``resumable``; ``close`` is always called."""
     from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
 
     over = Event()
@@ -182,7 +184,8 @@ def watched(*columns: ProgressColumn, close: Callable[[], None] = lambda: None) 
                 Thread(target=_lines, args=(bar, over), daemon=True).start()
             yield bar
     except KeyboardInterrupt:
-        err.print("interrupted; finished work is kept, and the same command resumes the run")
+        if resumable:
+            err.print("interrupted; finished work is kept, and the same command resumes the run")
         raise typer.Exit(130) from None
     finally:
         over.set()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -37,6 +37,9 @@ ENOUGH = needed(LEVEL) - 1
 IN, LIKE, BEYOND = "in the round", "much like a text that scores higher", "more than the batch holds"
 """Answers of candidates at ``LEVEL``. ``IN``: this text, or one much like it. ``LIKE``: much like a candidate with a higher
 score, which explains its own. ``BEYOND``: as many texts as the batch holds have higher scores."""
+
+Text = Mapping[str, Tensor]
+"""One text, as keyword arguments of the model."""
 
 Round = tuple[list[float], list[bool]]
 """The score of each text in a simulated round, and whether the round trained on it."""
@@ -76,15 +79,25 @@ class CandidatesRead:
         return asdict(self)
 
 
+Progress = Callable[[int, int], None]
+"""Is told how many texts are scored, and of how many."""
+
+
 def read_candidates(
-    path: str | Path, candidates: str | Path, victim: Victim, request: ReadRequest | None = None, simulated: int = 0
+    path: str | Path,
+    candidates: str | Path,
+    victim: Victim,
+    request: ReadRequest | None = None,
+    simulated: int = 0,
+    progress: Progress = lambda done, total: None,
 ) -> CandidatesRead:
     """Decide for each text of the file ``candidates`` whether it was in the round that produced the update in ``path``.
 
     ``request.reference``: texts of the same kind that were not in the round. With ``ENOUGH`` of them a candidate's ``p`` is
     at most ``LEVEL`` for one in a hundred texts that were not in the round; with fewer there is no answer. ``simulated``:
     rounds trained here on half of the reference texts (``request.size`` if it is known), as in ``request.update`` and with
-    the same entries hidden, to measure the score where the truth is known. Raises ``InputError`` for bad input, for a model
+    the same entries hidden, to measure the score where the truth is known. ``progress`` counts each text once, and the
+    reference texts once more in each simulated round. Raises ``InputError`` for bad input, for a model
     that is no classifier with one label a text, and if simulated rounds would leave out something of the request
     (``not_simulated``).
     """
@@ -104,8 +117,9 @@ def read_candidates(
             )
         sent, visible = seen.gradients, seen.visible
         signed = seen.message.sign != "unknown"
-        found = scores(victim.model, inputs_of(asked), sent, local, visible, signed)
-        others = scores(victim.model, inputs_of(rows), sent, local, visible, signed)
+        counted = _Counted(len(asked) + len(rows) * (1 + simulated), progress)
+        found = scores(victim.model, counted(inputs_of(asked)), sent, local, visible, signed)
+        others = scores(victim.model, counted(inputs_of(rows)), sent, local, visible, signed)
         told = [judged(s, others) for s in found]
         same = [key for row in asked for key in contents(row, labels=True)]
         likeliest = [k for k in places_of_each(same) if told[k][1] == IN]
@@ -119,8 +133,21 @@ def read_candidates(
         repeated, by_chance = len(read) - len(rows), LEVEL * len(set(same))
         if not simulated:
             return CandidatesRead(listed, len(rows), repeated=repeated, by_chance=by_chance)
-        rounds = simulate(victim, rows, list(sent), local, request.size, simulated, request.seed, visible, signed)
+        rounds = simulate(victim, rows, list(sent), local, request.size, simulated, request.seed, visible, signed, counted)
     return CandidatesRead(listed, len(rows), simulated, *reliability(rounds), repeated, by_chance)
+
+
+class _Counted:
+    """Texts on their way to be scored, of which ``progress`` is told."""
+
+    def __init__(self, total: int, progress: Progress) -> None:
+        self.total, self.progress, self.done = total, progress, 0
+
+    def __call__(self, texts: Iterable[Text]) -> Iterator[Text]:
+        for text in texts:
+            yield text
+            self.done += 1
+            self.progress(self.done, self.total)
 
 
 def _labelled(file: str | Path, victim: Victim) -> list[Example]:
@@ -173,6 +200,7 @@ def simulate(
     seed: int,
     visible: Mapping[str, Tensor] | None = None,
     signed: bool = True,
+    counted: Callable[[Iterable[Text]], Iterable[Text]] = iter,
 ) -> list[Round]:
     """The scores of ``rows`` in each of ``rounds`` rounds that trained the parameters ``names`` on ``size`` of them (half if
     the size is unknown), and which of them were in it. The mean score outside a round is subtracted from its scores. Of what
@@ -192,7 +220,7 @@ def simulate(
         order_of = partial(permutation, rng=rng)
         sent, _ = changed(victim.model, batch.to(device).inputs(), names, local, order_of)
         sent = {n: g * visible[n] if visible and n in visible else g for n, g in sent.items()}
-        told = scores(victim.model, inputs_of([rows[k] for k in order]), sent, local, visible, signed)
+        told = scores(victim.model, counted(inputs_of([rows[k] for k in order])), sent, local, visible, signed)
         found = torch.tensor(told, dtype=torch.double)
         out.append(((found - found[inside:].mean()).tolist(), [True] * inside + [False] * (len(rows) - inside)))
     return out

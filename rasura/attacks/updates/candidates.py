@@ -8,7 +8,7 @@ known: on simulated rounds of other texts (``runs.candidates``).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -62,7 +62,7 @@ def fall(model: nn.Module, text: Mapping[str, Tensor], after: Mapping[str, Tenso
 
 def scores(
     model: nn.Module,
-    texts: Sequence[Mapping[str, Tensor]],
+    texts: Iterable[Mapping[str, Tensor]],
     sent: Gradients,
     local: Local = FEDSGD,
     visible: Mapping[str, Tensor] | None = None,
