@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 import torch
 from audit_setting import model_folder
 from safetensors.torch import load_file, save_file
-from training_setting import RECIPE, figures, fine_tuning, notes, rows
+from training_setting import RECIPE, figures, fine_tuning, notes, rows, stopped
 
 from rasura.accounting import Ledger, Run, epsilon
 from rasura.accounting.ledger import counted
@@ -58,16 +57,8 @@ def test_a_training_does_not_go_beyond_its_plan(tmp_path: Path) -> None:
 
 
 def test_an_interrupted_training_goes_on_counting(tmp_path: Path) -> None:
-    class Stopped(Exception):
-        pass
-
-    def stop(done: int, total: int, told: Mapping[str, float]) -> None:
-        if done > 3:  # behind the first epoch; the fourth release is in no model that is kept
-            raise Stopped
-
     first = run(tmp_path)
-    with pytest.raises(Stopped):
-        first.run(stop)
+    stopped(first, after=4)  # behind the first epoch; the fourth release is in no model that is kept
     assert first.ledger.releases == 4
     second = run(tmp_path)
     second.run()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from cuda_setting import apart
 from private_setting import DATA, Linear, collate
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from training_setting import fine_tuning, notes, rows
+from training_setting import fine_tuning, notes, rows, stopped
 
 import rasura
 from rasura.attacks.updates.candidates import scores
@@ -262,18 +261,10 @@ def test_the_commands_take_a_gpu(model_folder: Path, tmp_path: Path) -> None:
 
 
 def fine_tuned(folder: Path, device: str, defense: str, stop: int | None = None) -> nn.Module:
-    class Stopped(Exception):
-        pass
-
-    def told(done: int, total: int, about: Mapping[str, float]) -> None:
-        if done == stop:
-            raise Stopped
-
+    if stop is not None:
+        stopped(fine_tuning(folder, defense, device=device), after=stop)
     run = fine_tuning(folder, defense, device=device)
-    try:
-        run.run(told)
-    except Stopped:
-        return fine_tuned(folder, device, defense)
+    run.run()
     return run.model
 
 

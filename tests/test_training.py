@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 from audit_setting import TEXTS, model_folder
 from commands import rasura_command, refused, refused_process
 from safetensors.torch import load_file
-from training_setting import RECIPE, figures, fine_tuning, notes, rows
+from training_setting import RECIPE, figures, fine_tuning, notes, rows, stopped
 from training_setting import text as text_number
 from transformers import AutoModelForSequenceClassification, get_scheduler
 
@@ -97,18 +96,7 @@ def test_an_interrupted_training_ends_as_an_uninterrupted_one(tmp_path: Path, de
     whole = fine_tuning(tmp_path / "whole", defense, recipe=LINEAR)
     wanted = whole.run()
 
-    class Stopped(Exception):
-        pass
-
-    heard: list[tuple[int, int, Mapping[str, float]]] = []
-
-    def stop(done: int, total: int, told: Mapping[str, float]) -> None:
-        heard.append((done, total, told))
-        if done == 8:  # inside the third epoch
-            raise Stopped
-
-    with pytest.raises(Stopped):
-        fine_tuning(tmp_path / "cut", defense, recipe=LINEAR).run(stop)
+    heard = stopped(fine_tuning(tmp_path / "cut", defense, recipe=LINEAR), after=8)  # inside the third epoch
     cut = fine_tuning(tmp_path / "cut", defense, seed=3, recipe=LINEAR)
     found = cut.run(lambda *told: heard.append(told))
     assert vars(found) == vars(wanted)

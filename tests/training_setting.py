@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from audit_setting import TEXTS
 
@@ -45,6 +47,24 @@ def fine_tuning(
         folder, task="classification", vocabulary=VOCABULARY, evaluate=lambda m: figures(m, some), watched="accuracy",
         higher=True, **options,
     )  # fmt: skip
+
+
+class Stopped(Exception):
+    """What ``stopped`` ends a training with."""
+
+
+def stopped(run: FineTuning, after: int) -> list[tuple[int, int, Mapping[str, float]]]:
+    """Train ``run`` and stop it when so many batches are done; returns what it told of its progress until then."""
+    heard: list[tuple[int, int, Mapping[str, float]]] = []
+
+    def told(done: int, total: int, about: Mapping[str, float]) -> None:
+        heard.append((done, total, about))
+        if done == after:
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        run.run(told)
+    return heard
 
 
 def notes(folder: Path, name: str = "notes.jsonl", count: int = 12, start: int = 0) -> Path:

@@ -11,6 +11,9 @@ from rasura.accounting import Draw
 from rasura.core.interfaces import Defense, InputError
 from rasura.victims.recipe import Recipe
 
+Progress = Callable[[int, int, Mapping[str, float]], None]
+"""Is told the batches done, those of all epochs, and the figures of the last epoch."""
+
 
 class Canaries(Protocol):
     """Gradients that join the aggregation of each step, and measure what it hides (``rasura.GradientCanaries``)."""

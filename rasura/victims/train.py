@@ -22,7 +22,7 @@ from rasura.core.rng import Randomness, SecretGenerator, generator, secret_gener
 from rasura.core.values import Stage, Task, Vocabulary
 from rasura.victims.batching import batches, by_person, drawn, joined, none_of
 from rasura.victims.fixed_order import FixedOrder, ordered
-from rasura.victims.history import Canaries, History, checked, diverged, unstored
+from rasura.victims.history import Canaries, History, Progress, checked, diverged, unstored
 from rasura.victims.recipe import Recipe
 from rasura.victims.step import Kept, defended, step
 
@@ -85,9 +85,9 @@ class FineTuning:
         self.kept = {"state": found.noise}
         return found
 
-    def run(self, progress: Callable[[int, int, Mapping[str, float]], None] | None = None) -> History:
+    def run(self, progress: Progress | None = None) -> History:
         """Train to the end, from the last complete epoch of an earlier run. The figures are the same as without an
-        interruption. ``progress`` is told the batches done, those of all epochs, and the figures of the last epoch."""
+        interruption. ``progress`` is told after each batch."""
         from safetensors.torch import load_file
 
         self._resume()
@@ -106,7 +106,7 @@ class FineTuning:
         found = None if self.ledger is None or self.ledger.formal is None else self.ledger.spent().epsilon
         return {} if found is None else {"epsilon": found}
 
-    def _epoch(self, epoch: int, progress: Callable[[int, int, Mapping[str, float]], None] | None = None) -> float:
+    def _epoch(self, epoch: int, progress: Progress | None = None) -> float:
         losses = []
         device = next(self.model.parameters()).device
         size = self.recipe.batch_size
