@@ -149,3 +149,28 @@ def test_a_calibration_verifies_on_no_text_that_it_searched_with(
     prepared.close()
     assert prepared.which.startswith(says) and texts == fresh
     assert prepared.n_different == len(set(rows[:4])) and f"{prepared.n_different} texts" in prepared.too_few()[0]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "own", "chose"),
+    [
+        ({"keep": "best", "epochs": 3}, False, True),
+        ({"keep": "best", "epochs": 3}, True, False),
+        ({"keep": "best", "epochs": 1}, False, False),
+        ({"keep": "last", "epochs": 3}, False, False),
+    ],
+)
+def test_held_out_texts_that_chose_the_epoch_are_named(
+    tmp_path: Path, model_folder: Path, recipe: dict[str, Any], own: bool, chose: bool
+) -> None:
+    inside = words(0, 12)
+    members = written(tmp_path / "in.jsonl", inside)
+    rows = tmp_path / "rows.json"
+    told = {"trained": list(range(6)), "held_out": list(range(6, 12)), "texts": texts_hash(load_examples(members))}
+    rows.write_text(json.dumps({**told, "recipe": recipe}))
+    others = written(tmp_path / "out.jsonl", words(40, 6)) if own else None
+    plan = membership_plan(model_folder, tmp_path, members=members, non_members=others, rows=str(rows), fprs=())
+    found = MembershipAudit(plan, tmp_path / "run").identity
+    assert found.get("others_chose", False) == chose
+    said = " ".join(membership_findings([row("blind"), row("loss")], {**PLAN, **found, "attacks": ["blind", "loss"]}).checks)
+    assert ("The others chose the epoch whose weights were kept" in said) == chose

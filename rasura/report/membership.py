@@ -199,6 +199,13 @@ def _checks(
                 count=plan["n_repeated"],
             )
         )
+    if plan.get("others_chose"):
+        out.append(
+            tell(
+                "The others chose the epoch whose weights were kept, so the model may answer better on them than on new "
+                "texts. Members then stand out less. Pass texts that chose nothing as --non-members."
+            )
+        )
     if plan.get("epsilon") is not None:
         out += by_epsilon(done, plan, missing)
     if len([r for r in done if r["attack"] != "blind"]) > 1:

@@ -87,6 +87,7 @@ class MembershipAudit:
         }  # fmt: skip
         self.identity |= {"label_names": list(read.label_names)} if read.label_names else {}
         self.identity |= {"n_repeated": repeated} if repeated else {}
+        self.identity |= {"others_chose": True} if plan.chose else {}
         self.identity |= {"untrained": True} if self.models.untrained(self.rows[:SOME]) else {}
         self._shadow_models: tuple[ShadowModel, ...] | None = None
 

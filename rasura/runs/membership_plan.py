@@ -69,6 +69,13 @@ class MembershipPlan:
     def _told(self) -> dict[str, Any]:
         return {} if self.rows is None else told_by(self.rows, self.members)
 
+    @property
+    def chose(self) -> bool:
+        """Whether the non-members were held out by the training, and chose which epoch's weights it kept."""
+        found = self._told().get("recipe")
+        several = isinstance(found, dict) and found.get("keep") == "best" and found.get("epochs", 0) > 1
+        return self.non_members is None and several
+
     def _check_protection(self) -> None:
         """Raises ``InputError`` where shadow models would be trained under another protection than the model was."""
         told = trained_under(self.model)
