@@ -14,6 +14,7 @@ from audit_setting import model_folder
 from commands import rasura_command, refused
 
 from rasura.core.errors import InputError
+from rasura.data.columns import Columns
 from rasura.data.text import Example
 from rasura.runs.canaries import Extracted, draw, exposures, measure, read_canaries
 from rasura.runs.training import encoded
@@ -201,7 +202,7 @@ def test_whose_a_text_is_stays_and_each_canary_is_a_person_of_its_own(tmp_path: 
     data.write_text(
         "".join(json.dumps({"text": f"a note {k}", "label": k % 2, "who": f"p{k % 3}"}) + "\n" for k in range(9))
     )
-    made = draw(str(model_folder), str(data), 40, folder, task="classification", unit="who")
+    made = draw(str(model_folder), str(data), 40, folder, task="classification", columns=Columns(unit="who"))
     rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
     inside = {one.text for one in made if one.included}
     assert {row["text"]: row["who"] for row in rows if row["text"] not in inside} == {
@@ -209,6 +210,19 @@ def test_whose_a_text_is_stays_and_each_canary_is_a_person_of_its_own(tmp_path: 
     }
     theirs = [row["who"] for row in rows if row["text"] in inside]
     assert len(set(theirs)) == len(theirs) == len(inside) > 0 and all(row["who"] for row in rows)
-    for unit, given in (("who", None), ("label", str(data))):
-        with pytest.raises(InputError, match=f"unit is '{unit}'; expected a column of the training texts beside text, "):
-            draw(str(model_folder), given, 40, tmp_path / "other", task="classification", unit=unit)
+    for unit, given, said in (
+        ("who", None, "no training texts; also pass --data"),
+        ("label", str(data), "unit is 'label'; expected a column of the training texts beside text, "),
+    ):
+        with pytest.raises(InputError, match=said):
+            draw(str(model_folder), given, 40, tmp_path / "other", task="classification", columns=Columns(unit=unit))
+
+
+def test_canaries_are_drawn_into_texts_of_any_columns(tmp_path: Path, model_folder: Path) -> None:
+    data = tmp_path / "notes.csv"
+    data.write_text("entry,kind\n" + "".join(f"a note {k},{k % 2}\n" for k in range(9)))
+    columns = ("--text-column", "entry", "--label-column", "kind")
+    options = ("--model", model_folder, "--data", data, "--number", 20, *columns)
+    rasura_command("canaries", "draw", tmp_path / "out", *options)
+    rows = [json.loads(line) for line in (tmp_path / "out" / "train.jsonl").read_text().splitlines()]
+    assert {(f"a note {k}", k % 2) for k in range(9)} < {(row["text"], row["label"]) for row in rows}

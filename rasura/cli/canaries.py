@@ -7,7 +7,20 @@ from typing import Annotated, Any
 
 import typer
 
-from rasura.cli.shared import AsJson, TextTask, app, err, out, say, say_json, starting, text_task
+from rasura.cli.shared import (
+    AsJson,
+    LabelColumn,
+    PairColumn,
+    TextColumn,
+    TextTask,
+    app,
+    err,
+    out,
+    say,
+    say_json,
+    starting,
+    text_task,
+)
 from rasura.core.errors import InputError
 from rasura.core.rounding import below
 
@@ -28,6 +41,9 @@ def draw(
     unit: Annotated[
         str | None, typer.Option(help="column of --data that says whose each text is, kept for rasura train")
     ] = None,
+    text_column: TextColumn = None,
+    pair_column: PairColumn = None,
+    label_column: LabelColumn = None,
     as_json: AsJson = False,
 ) -> None:
     """Write the texts to train on (train.jsonl), and the canaries with their coins, which must stay secret (canaries.json).
@@ -35,11 +51,13 @@ def draw(
     Example: rasura canaries draw canaries --model minilm --data notes.jsonl --number 500
     """
     with starting(), err.status("drawing"):
+        from rasura.data.columns import Columns
         from rasura.runs.canaries import COINS, MIXED
         from rasura.runs.canaries import draw as drawn
 
         kind: Any = text_task(task, model, num_labels)
-        made = drawn(model, data, number, folder, task=kind, num_labels=num_labels, unit=unit)
+        columns = Columns(text_column, pair_column, label_column, unit)
+        made = drawn(model, data, number, folder, task=kind, num_labels=num_labels, columns=columns)
     inside = sum(one.included for one in made)
     if as_json:
         about = {"canaries": len(made), "included": inside, "train": str(folder / MIXED), "coins": str(folder / COINS)}

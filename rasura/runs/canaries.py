@@ -52,21 +52,24 @@ def draw(
     *,
     task: Task,
     num_labels: int | None = None,
-    unit: str | None = None,
+    columns: Columns | None = None,
 ) -> tuple[Canary, ...]:
     """Draw ``number`` canaries for ``model`` and write two files into ``folder``: the canaries with their coins, and the
     texts of ``data`` together with the canaries that are in, in random order.
 
     A canary is ``LENGTH`` random words of the model's vocabulary, each one token. Coins, words, labels and order come from
-    the operating system. ``num_labels``: None for the classes of the folder's head, or as many as ``data`` needs. ``unit``:
-    the column of ``data`` that says whose each text is, which is kept; each canary is a person of its own. Raises
-    ``InputError`` for fewer than 20 canaries, for existing files, and for a vocabulary with too few words.
+    the operating system. ``num_labels``: None for the classes of the folder's head, or as many as ``data`` needs.
+    ``columns``: those of ``data``. Its ``unit``, which says whose each text is, is kept; each canary is a person of its own.
+    Raises ``InputError`` for fewer than 20 canaries, for existing files, and for a vocabulary with too few words.
     """
+    columns = columns or Columns()
+    if data is None and columns != Columns():
+        raise InputError("columns of training texts were given, but no training texts; also pass --data")
     if number < 20:
         raise InputError(f"{number} canaries; expected at least 20, and some hundreds for a bound that says something")
-    if unit is not None and (data is None or unit in NAMES):
+    if (unit := columns.unit) in NAMES:
         raise InputError(f"unit is {unit!r}; expected a column of the training texts beside {', '.join(NAMES)}")
-    given = load_examples(data, columns=Columns(unit=unit), model=model) if data else []
+    given = load_examples(data, columns=columns, model=model) if data else []
     if any(e.input_ids is not None for e in given):
         raise InputError(
             f"{data} holds input_ids that a protection chose, which would be lost; draw canaries into the original texts "
