@@ -77,7 +77,7 @@ def audit(
     seed: Annotated[int | None, typer.Option(help="first seed")] = None,
     keys: Annotated[int | None, typer.Option(help="number of keys of a model service")] = None,
     budget: Annotated[str | None, typer.Option(help="effort per attack: quick, default or paper")] = None,
-    max_memory: Annotated[int | None, typer.Option(help="memory limit of an attack in MiB")] = None,
+    max_memory: Annotated[int | None, typer.Option(help="memory of an attack in MiB, beside model and update")] = None,
     entries: Entries = None,
     suite: Annotated[str | None, typer.Option(help="use the attacks and defenses of a suite: quick or full")] = None,
     config: Annotated[Path | None, typer.Option(help="a TOML file with the same settings")] = None,
@@ -262,7 +262,8 @@ def _prepared(
                     cell = cells[record.key]
                     numbers = prepared.examples_in[cell.defense, cell.batch_size][cell.batch]
                     store.add(replace(record, data=prepared.data_name, examples=numbers))
-        count = fitting(len(prepared.left(store)), plan.max_memory, workers, threads, device)
+        updates = 2 * sum(p.nbytes for p in prepared.victim.model.parameters())  # before and after a protection
+        count = fitting(len(prepared.left(store)), plan.max_memory, workers, threads, device, updates)
         estimated = prepared.estimate(store)
         torch.set_num_threads(threads)
     forked = nullcontext() if count == 1 else closing(Workers(prepared, count, max(1, threads // count)))

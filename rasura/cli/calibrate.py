@@ -87,7 +87,7 @@ def calibrate(
     seeds: Seeds = 1,
     seed: FirstSeed = 0,
     budget: Budget = "default",
-    max_memory: Annotated[int, typer.Option(help="memory limit of an attack in MiB")] = 4096,
+    max_memory: Annotated[int, typer.Option(help="memory of an attack in MiB, beside model and update")] = 4096,
     entries: Entries = None,
     num_labels: FreshLabels = None,
     truncate: TruncateAll = False,

@@ -49,7 +49,7 @@ Before = Annotated[Path | None, typer.Option(help="weights before the round, if 
 BeforeRound = Annotated[int | None, typer.Option(help="the round of these weights, found beside UPDATE")]
 NamesFrom = Annotated[Path | None, typer.Option(help="adapter or model that names the arrays of a list")]
 Hidden = Annotated[Path | None, typer.Option(help="file of bool tensors, true where an entry of the update is hidden")]
-MaxMemory = Annotated[int, typer.Option(help="memory limit of an attack in MiB")]
+MaxMemory = Annotated[int, typer.Option(help="memory of an attack in MiB, beside model and update")]
 Seed = Annotated[int, typer.Option(help="seed of the attack (and of a new head)")]
 AllowPickle = Annotated[bool, typer.Option("--allow-pickle", help="load pickled weights, which can execute code")]
 

@@ -35,8 +35,8 @@ class Budget:
 
     level: Literal["quick", "default", "paper"] = "default"
     memory_mb: int = 4096
-    """Memory that an attack may use beyond the model, in MiB. Attacks that can do so work in smaller parts to stay within
-    it."""
+    """Memory that an attack may use beside the model and the update, in MiB. Attacks that can do so work in smaller parts to
+    stay within it; others take what they need."""
     entries: float | None = None
     """Fraction of the visible entries, drawn at random, on which a matching attack evaluates L1 and masks; None: set by the
     level."""

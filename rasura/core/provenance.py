@@ -15,6 +15,7 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import TypeAlias
 
+from rasura.core.memory import memory_here
 from rasura.core.records import MASK
 
 Sitting: TypeAlias = Mapping[str, str | Mapping[str, str]]
@@ -84,12 +85,9 @@ def packages() -> tuple[tuple[str, str], ...]:
 @cache
 def machine() -> str:
     """The processor, its number of logical cores, memory and operating system, in words."""
-    said = [_processor(), f"{os.cpu_count() or 'an unknown number of'} logical cores"]
-    try:
-        said.append(f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB of memory")
-    except (AttributeError, OSError, ValueError):
-        said.append("memory not known")
-    return ", ".join([*said, platform.system()])
+    cores, memory = os.cpu_count() or "an unknown number of", memory_here()
+    has = "memory not known" if memory is None else f"{memory / 2**30:.0f} GiB of memory"
+    return ", ".join([_processor(), f"{cores} logical cores", has, platform.system()])
 
 
 def _processor() -> str:

@@ -39,7 +39,7 @@ class Plan:
     from the first on; None for all. ``limit``: texts used, after the first ``skip``; all of ``texts``, or four of a file,
     unless it is given. ``max_length``: tokens of a text at most, those of the model's frame included; with ``truncate``,
     longer texts are cut. ``num_labels``: number of classes of a new head; None for the number that the labels need.
-    ``max_memory``: memory limit of an attack in MiB. ``entries``:
+    ``max_memory``: memory of an attack in MiB, beside model and update. ``entries``:
     fraction of the entries on which matching attacks evaluate L1 and masks. ``text_column``, ``pair_column``,
     ``label_column``: unusual column names of ``data`` and ``reference``. ``label_names``: the names of labels that are text
     in ``data``; the audit fills it in.

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from rasura.core.errors import InputError
+from rasura.core.memory import memory_here
 from rasura.core.records import Record
 from rasura.runs.cells import Cell
 
@@ -30,17 +31,17 @@ class Prepared(Protocol):
         """The Records of ``cells``, which share a step."""
 
 
-def fitting(steps: int, max_memory: int, asked: int | None, threads: int, device: str = "cpu") -> int:
+def fitting(steps: int, max_memory: int, asked: int | None, threads: int, device: str = "cpu", beside: int = 0) -> int:
     """The number of processes for an audit of so many ``steps`` left.
 
-    As many as ``asked``, or as ``threads`` that torch would take, but no more than the machine's memory holds attacks of
-    ``max_memory`` MiB; in both cases no more than steps. 1 where processes cannot be forked safely: outside Linux, and
-    beside an accelerator.
+    As many as ``asked``, or as ``threads`` that torch would take, but no more than the memory here holds attacks of
+    ``max_memory`` MiB and ``beside`` bytes, which each process has of its own; in both cases no more than steps. 1 where
+    processes cannot be forked safely: outside Linux, and beside an accelerator.
     """
     if sys.platform != "linux" or device != "cpu" or torch.accelerator.is_available():
         return 1
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return max(1, min(asked or min(threads, memory // (max_memory << 20)), steps))
+    room = (memory_here() or 0) // ((max_memory << 20) + beside)
+    return max(1, min(asked or min(threads, room), steps))
 
 
 class Workers:

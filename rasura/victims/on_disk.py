@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from torch.nn import functional
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from rasura.core.interfaces import InputError
+from rasura.core.memory import memory_here
 from rasura.victims.weights import fresh_weights, some
 
 PART = 1 << 22
@@ -152,12 +152,9 @@ def copied(model: nn.Module) -> nn.Module:
 
 
 def needs_disk(entries: int) -> bool:
-    """Whether this many weights in float32 need more than half of the machine's memory."""
-    try:
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError, AttributeError):  # a system that does not tell
-        return False
-    return 8 * entries > memory
+    """Whether this many weights in float32 need more than half of the memory here."""
+    memory = memory_here()
+    return memory is not None and 8 * entries > memory
 
 
 def check_stored(model: nn.Module, name: str) -> bool:
