@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import warnings
 
 from rasura.cli import (
@@ -28,6 +29,7 @@ from rasura.cli import (
 from rasura.cli.panels import panelled
 from rasura.cli.shared import app, err, say
 from rasura.core.errors import InputError
+from rasura.core.limits import cores_here
 
 __all__ = [
     "about", "account", "app", "audit", "calibrate", "canaries", "check_dp", "diagnose", "evidence", "ghost", "keys", "main",
@@ -58,6 +60,8 @@ class Told(logging.Handler):
 
 def main() -> None:
     """Entry point: an error that the user can fix prints one line and exits with code 2, without a traceback."""
+    if (cores := cores_here()) < (os.cpu_count() or 1):
+        os.environ.setdefault("OMP_NUM_THREADS", str(cores))  # PyTorch takes the machine's, also in a container with a share
     # How these libraries will call each other in a later version is nothing to who runs a command.
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers|peft")
     log, told = logging.getLogger("rasura.data"), Told()

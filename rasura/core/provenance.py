@@ -15,7 +15,7 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import TypeAlias
 
-from rasura.core.memory import memory_here
+from rasura.core.limits import memory_here
 from rasura.core.records import MASK
 
 Sitting: TypeAlias = Mapping[str, str | Mapping[str, str]]

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from rasura.core.errors import InputError
-from rasura.core.memory import memory_here
+from rasura.core.limits import memory_here
 from rasura.core.records import Record
 from rasura.runs.cells import Cell
 

@@ -22,7 +22,7 @@ from torch.nn import functional
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from rasura.core.interfaces import InputError
-from rasura.core.memory import memory_here
+from rasura.core.limits import memory_here
 from rasura.victims.weights import fresh_weights, some
 
 PART = 1 << 22
