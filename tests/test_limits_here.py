@@ -56,6 +56,7 @@ def test_a_limit_of_the_group_counts_where_it_is_lower(
         ("0::/jobs/one", {"jobs/cpu.max": "250000 100000", "jobs/one/cpu.max": "400000 100000"}, 3),
         ("0::/", {"cpu.max": "1600000 100000"}, 8),
         ("0::/", {"cpu.max": ""}, 8),
+        ("0::/", {"cpu.max": "100000 0"}, 8),
         ("5:cpu,cpuacct:/", {"cpu/cpu.cfs_quota_us": "150000", "cpu/cpu.cfs_period_us": "100000"}, 2),
         ("5:cpu,cpuacct:/", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 8),
     ],

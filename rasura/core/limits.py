@@ -29,9 +29,10 @@ def cores_here(group: Path = GROUP, groups: Path = GROUPS) -> int:
     except AttributeError:
         cores = os.cpu_count() or 1
     shares = [limit.split() for limit in _told("cpu", "cpu.max", group, groups)]
-    used, periods = (list(_told("cpu", f"cpu.cfs_{what}_us", group, groups)) for what in ("quota", "period"))
-    shares += [list(pair) for pair in zip(used, periods)]
-    whole = [math.ceil(int(s[0]) / int(s[1])) for s in shares if len(s) == 2 and all(map(str.isdecimal, s))]
+    quotas, periods = (_told("cpu", f"cpu.cfs_{what}_us", group, groups) for what in ("quota", "period"))
+    shares += [list(pair) for pair in zip(quotas, periods)]
+    told = [tuple(map(int, s)) for s in shares if len(s) == 2 and all(map(str.isdecimal, s))]
+    whole = [math.ceil(used / period) for used, period in told if period]
     return max(1, min([cores, *whole]))
 
 
