@@ -17,6 +17,7 @@ from rasura.attacks.updates.gradient_matching.presets import dlg, lamp_weighted
 from rasura.attacks.updates.joint_pursuit import JointPursuit
 from rasura.attacks.updates.mask_positions import MaskPositions
 from rasura.attacks.updates.noise_in_sight import shows_noise
+from rasura.attacks.updates.prefix_matching import PrefixMatching
 from rasura.attacks.updates.pursuit import Pursuit
 from rasura.attacks.updates.span import Span
 from rasura.attacks.updates.span_matching import SpanMatching
@@ -98,7 +99,8 @@ def matching(seen: Observation) -> Callable[[], GradientMatching]:
 class Best:
     """Runs embedding rows, span, joint pursuit, mask positions, pursuit, span matching and gradient matching (weighted
     LAMP where noise was announced or shows itself, else DLG), in this order, until a text is certain:
-    verified, or a span of whole texts in order, of the granted lengths.
+    verified, or a span of whole texts in order, of the granted lengths. Once one finds nothing but the signs of a causal
+    model's text, prefix matching takes the place of the rest.
 
     Returns the guess with the highest confidence, ordered before bags (unless the order explains nothing of a causal
     update), complete before holes, and of equals the one whose gradient is nearest to the observed one. A guess without a
@@ -128,8 +130,9 @@ class Best:
             told: dict[str, Parameter] = {"attack": winner, "ran": ",".join(ran), "tried": tried()}
             return None if best is None else replace(best, details={**best.details, **told})
 
-        for make in (*self.attacks, matching(seen)):
-            attack = make()
+        left: list[Callable[[], Attack[Reconstruction]]] = [*self.attacks, matching(seen)]
+        while left:
+            attack = left.pop(0)()
             own = torch.Generator().manual_seed(child(rng))
             if any(grant not in seen for grant in attack.needs):
                 ended[attack.name] = "not granted"
@@ -153,8 +156,9 @@ class Best:
             fits = own_rank[2] == 2
             if rank is None or best is None or own_rank > rank or (fits and _orders(guess, best)):
                 best, winner, rank = guess, attack.name, own_rank
-            if seen.task == "causal" and guess.details.get("signs"):
-                break  # no attack behind reads signs of a causal model
+            if seen.task == "causal" and guess.details.get("signs"):  # only one attack behind reads signs, of one text
+                alone = Grant.BATCH_SIZE not in seen or seen.batch_size == 1
+                left = [PrefixMatching] if alone and not guess.ordered else []
         if (found := so_far()) is None:
             raise AttackFailed(f"no attack of the portfolio recovered anything ({tried()})", {"ran": ",".join(ran)})
         return found

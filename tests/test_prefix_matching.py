@@ -1,0 +1,145 @@
+"""Prefix matching: a decoder's text from what AdamW leaves of its gradient, and what the search compares."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from rasura.attacks.updates.best import Best
+from rasura.attacks.updates.prefix_matching import PrefixMatching
+from rasura.attacks.updates.prefix_matching.agreement import Agreement, read_layers
+from rasura.core.interfaces import Budget, NotApplicable
+from rasura.core.local import Adapter
+from rasura.core.rng import generator
+from rasura.core.threat import THREATS, observe
+from rasura.core.values import Grant, Observation
+from rasura.data.text import Example, encode
+from rasura.registry import parse_defense, parse_update
+from rasura.testing.tiny import CAUSAL_VOCABULARY, CLS, VOCABULARY, batch_of, tiny
+from rasura.victims.adapters import with_fresh_adapter
+from rasura.victims.loading import load
+from rasura.victims.step import step
+
+TEXT = [CLS, 40, 3, 41, 9, 60, 61, 70, 44]
+ADAMW = "local:epochs=2/batch=0/lr=1e-4/lora=8"
+
+
+def seen_of(update: str = ADAMW, defense: str = "none", texts: tuple[list[int], ...] = (TEXT,)) -> Observation:
+    """What a server sees of a tiny decoder, whose adapters were trained before."""
+    local, _ = parse_update(update)
+    model = tiny("llama", "causal", hidden=96)
+    if local.lora:
+        model = with_fresh_adapter(model, "causal", Adapter(local.lora, "attention"), 0)
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                if "lora_B" in name:
+                    p.copy_(0.05 * torch.randn(p.shape, generator=generator(1, name)))
+    truth = step(
+        model, batch_of(list(texts), "causal"), parse_defense(defense), task="causal", vocabulary=CAUSAL_VOCABULARY,
+        rng=generator(0), local=local,
+    )  # fmt: skip
+    return observe(truth, THREATS["honest-server"])
+
+
+@pytest.mark.parametrize("update", [ADAMW, "local:epochs=2/batch=0/lr=1e-4", "fedsgd"])
+def test_a_text_comes_back_from_signs(update: str) -> None:
+    guess = PrefixMatching()(seen_of(update), rng=generator(0), budget=Budget())
+    assert guess.tokens == (tuple(TEXT),) and guess.confidence == "verified"
+
+
+def test_the_portfolio_reads_the_order_of_a_text_behind_its_signs() -> None:
+    guess = Best()(seen_of(), rng=generator(0), budget=Budget())
+    assert guess.tokens == (tuple(TEXT),) and guess.confidence == "verified"
+    assert guess.details["attack"] == "prefix-matching" and "dlg" not in str(guess.details["tried"])
+
+
+def test_the_portfolio_keeps_the_words_of_several_texts() -> None:
+    guess = Best()(seen_of(texts=(TEXT, [CLS, 50, 3, 51])), rng=generator(0), budget=Budget())
+    assert len(guess.tokens) == 2 and "prefix-matching" not in str(guess.details["tried"])
+
+
+def test_adapters_are_judged_by_their_second_matrices() -> None:
+    assert all("lora_B" in lin.weight for lin in read_layers(seen_of()))
+    assert not any("embed" in lin.weight or "lm_head" in lin.weight for lin in read_layers(seen_of("fedsgd")))
+
+
+@pytest.mark.parametrize("update", [ADAMW, "fedsgd"])
+def test_a_prefix_agrees_as_its_gradient_does(update: str) -> None:
+    """The reference takes the gradient of each prefix by itself."""
+    seen = seen_of(update)
+    model, layers = seen.model.double(), {lin: g.double() for lin, g in read_layers(seen).items()}
+    prefixes, tokens = torch.tensor([TEXT[:3], TEXT[2:5]]), torch.tensor([[9, 60], [61, 3]])
+
+    def cosine(text: Tensor) -> float:
+        weights = [model.get_parameter(lin.weight).requires_grad_(True) for lin in layers]
+        loss = torch.nn.functional.cross_entropy(model(input_ids=text[None, :-1]).logits[0], text[1:])
+        found = [g.T if lin.transposed else g for g, lin in zip(torch.autograd.grad(loss, weights), layers)]
+        return sum(float((s * g).sum() / g.norm()) for s, g in zip(layers.values(), found)) / len(layers)
+
+    told = Agreement(model, layers).followed(prefixes, tokens)
+    for row, prefix in enumerate(prefixes):
+        for column in range(2):
+            text = torch.cat([prefix, tokens[row, column : column + 1]])
+            assert float(told[row, column]) == pytest.approx(cosine(text), abs=1e-5)
+
+
+def test_the_update_raises_a_token_by_its_gradient() -> None:
+    """What two runs of the model tell is the inner product of the update and the gradient of every next token."""
+    seen = seen_of()
+    agreement = Agreement(seen.model, read_layers(seen))
+    agreement.calibrate(torch.tensor([TEXT, TEXT[::-1]]))
+    prefix = torch.tensor([TEXT[:4]])
+    moved = {n: seen.model.get_parameter(n) - p for n, p in agreement.moved.items()}
+    weights = [seen.model.get_parameter(n).requires_grad_(True) for n in moved]
+    before, raised = agreement.expected(prefix)
+    logs = seen.model(input_ids=prefix).logits[0, -1].log_softmax(0)
+    assert torch.allclose(before[0], logs.detach(), atol=1e-5)
+    apart = (agreement.table - before[0].exp() @ agreement.table).norm(dim=1)
+    exact = []
+    for token in range(20, 60):
+        found = torch.autograd.grad(-logs[token], weights, retain_graph=True)
+        exact.append(float(sum((g * m).sum() for g, m in zip(found, moved.values()))) / float(apart[token]))
+    told = raised[0, 20:60]
+    assert float(torch.corrcoef(torch.stack([told, torch.tensor(exact)]))[0, 1]) > 0.999
+
+
+def test_where_it_cannot_apply_it_says_why() -> None:
+    seen = seen_of()
+    for said, other in {
+        "16 bits": replace(seen, granted={**seen.granted, Grant.MODEL: tiny("llama", "causal").bfloat16()}),
+        "dropout": seen_of("fedsgd", "dropout:0.1"),
+        "queries, keys or values|query, key or value": replace(seen, message=replace(seen.message, gradients={})),
+    }.items():
+        with pytest.raises(NotApplicable, match=said):
+            PrefixMatching()(other, rng=generator(0), budget=Budget())
+    truth = step(
+        tiny("bert", "classification", num_labels=2), batch_of([TEXT], "classification", [1]), (), task="classification",
+        vocabulary=VOCABULARY, rng=generator(0),
+    )  # fmt: skip
+    with pytest.raises(NotApplicable, match="causal language model"):
+        PrefixMatching()(observe(truth, THREATS["honest-server"]), rng=generator(0), budget=Budget())
+
+
+@pytest.mark.slow
+def test_a_pretrained_decoder_gives_a_text_back_from_adapters_and_adamw(pretrained: Path) -> None:
+    victim = load(pretrained / "smollm2", "causal")
+    batch = encode(
+        [Example("Lena Brandt owes 4,250 euros to her landlord.", None, 0)],
+        victim.tokenizer,
+        "causal",
+        max_length=64,
+        num_labels=2,
+    )
+    local, _ = parse_update("local:epochs=4/batch=0/lr=1e-4/lora=16")
+    model = with_fresh_adapter(victim.model, "causal", Adapter(16, "attention"), 0)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "lora_B" in name:
+                p.copy_(0.002 * torch.randn(p.shape, generator=generator(1, name)))
+    truth = step(model, batch, (), task="causal", vocabulary=victim.vocabulary, rng=generator(0), local=local)
+    guess = PrefixMatching()(observe(truth, THREATS["honest-server"]), rng=generator(0), budget=Budget())
+    assert guess.tokens == (tuple(batch.ids(0)),) and guess.confidence == "verified"
