@@ -67,8 +67,8 @@ def test_adapters_are_judged_by_their_second_matrices() -> None:
     assert not any("embed" in lin.weight or "lm_head" in lin.weight for lin in read_layers(seen_of("fedsgd")))
 
 
-@pytest.mark.parametrize("update", [ADAMW, "fedsgd"])
-def test_a_prefix_agrees_as_its_gradient_does(update: str) -> None:
+@pytest.mark.parametrize(("update", "memory"), [(ADAMW, 4096), ("fedsgd", 4096), ("fedsgd", 0)])
+def test_a_prefix_agrees_as_its_gradient_does(update: str, memory: int) -> None:
     """The reference takes the gradient of each prefix by itself."""
     seen = seen_of(update)
     model, layers = seen.model.double(), {lin: g.double() for lin, g in read_layers(seen).items()}
@@ -80,7 +80,7 @@ def test_a_prefix_agrees_as_its_gradient_does(update: str) -> None:
         found = [g.T if lin.transposed else g for g, lin in zip(torch.autograd.grad(loss, weights), layers)]
         return sum(float((s * g).sum() / g.norm()) for s, g in zip(layers.values(), found)) / len(layers)
 
-    told = Agreement(model, layers).followed(prefixes, tokens)
+    told = Agreement(model, layers, memory).followed(prefixes, tokens)
     for row, prefix in enumerate(prefixes):
         for column in range(2):
             text = torch.cat([prefix, tokens[row, column : column + 1]])
@@ -90,7 +90,7 @@ def test_a_prefix_agrees_as_its_gradient_does(update: str) -> None:
 def test_the_update_raises_a_token_by_its_gradient() -> None:
     """What two runs of the model tell is the inner product of the update and the gradient of every next token."""
     seen = seen_of()
-    agreement = Agreement(seen.model, read_layers(seen))
+    agreement = Agreement(seen.model, read_layers(seen), 4096)
     agreement.calibrate(torch.tensor([TEXT, TEXT[::-1]]))
     prefix = torch.tensor([TEXT[:4]])
     moved = {n: seen.model.get_parameter(n) - p for n, p in agreement.moved.items()}
@@ -111,6 +111,7 @@ def test_where_it_cannot_apply_it_says_why() -> None:
     seen = seen_of()
     for said, other in {
         "16 bits": replace(seen, granted={**seen.granted, Grant.MODEL: tiny("llama", "causal").bfloat16()}),
+        "NaN": replace(seen, message=replace(seen.message, gradients={n: g * torch.nan for n, g in seen.gradients.items()})),
         "dropout": seen_of("fedsgd", "dropout:0.1"),
         "queries, keys or values|query, key or value": replace(seen, message=replace(seen.message, gradients={})),
     }.items():

@@ -17,6 +17,9 @@ STEP = 0.02
 """How far the weights move along the update, in units where a text's gradient has length 1: the probabilities still move in
 proportion, and float32 tells them."""
 
+LOGITS = 4
+"""Tensors of the size of a batch's logits that a comparison holds at once."""
+
 
 def read_layers(seen: Observation) -> dict[Linear, Tensor]:
     """The linear layers inside blocks by which a prefix is judged: what is visible and not zero of each, as ``(outputs,
@@ -37,8 +40,8 @@ def read_layers(seen: Observation) -> dict[Linear, Tensor]:
 class Agreement:
     """Compares prefixes with the update in the ``layers`` of ``read_layers``."""
 
-    def __init__(self, model: nn.Module, layers: Mapping[Linear, Tensor]) -> None:
-        self.model, self.layers = model, layers
+    def __init__(self, model: nn.Module, layers: Mapping[Linear, Tensor], memory_mb: int) -> None:
+        self.model, self.layers, self.memory = model, layers, memory_mb * 2**20
         table = getattr(output_layer(model), "weight", None)
         assert isinstance(table, Tensor)
         self.table = table.detach().float()
@@ -74,6 +77,14 @@ class Agreement:
     def followed(self, prefixes: Tensor, tokens: Tensor) -> Tensor:
         """The cosine of the update and the gradient of each of ``prefixes`` ``(n, length)`` with each of its ``tokens``
         ``(n, k)`` behind it, mean over the layers: ``(n, k)``."""
+        most = max(1, int(self.memory / (LOGITS * prefixes.shape[1] * self.table.shape[0] * self.table.itemsize)))
+        return torch.cat([self._followed(*some) for some in zip(torch.split(prefixes, most), torch.split(tokens, most))])
+
+    def whole(self, texts: Tensor) -> Tensor:
+        """The same of whole texts ``(n, length)``: ``(n,)``."""
+        return self.followed(texts[:, :-1], texts[:, -1:])[:, 0]
+
+    def _followed(self, prefixes: Tensor, tokens: Tensor) -> Tensor:
         found = []
         with self._running(prefixes) as (logits, inputs, outputs):
             for k in range(tokens.shape[1]):
@@ -82,10 +93,6 @@ class Agreement:
                 inner, squares = self._compared(back, inputs)
                 found.append((inner / squares.clamp_min(1e-30).sqrt()).mean(1))
         return torch.stack(found, 1)
-
-    def whole(self, texts: Tensor) -> Tensor:
-        """The same of whole texts ``(n, length)``: ``(n,)``."""
-        return self.followed(texts[:, :-1], texts[:, -1:])[:, 0]
 
     @contextmanager
     def _running(self, ids: Tensor) -> Iterator[tuple[Tensor, list[Tensor], list[Tensor]]]:

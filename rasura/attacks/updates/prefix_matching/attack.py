@@ -36,8 +36,11 @@ from rasura.victims.positions import positions
 BEGUN, WIDE = 4, 8
 """Tokens behind which gradients take over from states, and how many prefixes of them are grown."""
 
-WIDTH, NEAR = 6, 0.06
-"""How many prefixes are kept at most, and how near to the best one."""
+WIDTH = {"quick": 2, "default": 6, "paper": 12}
+"""How many prefixes are kept at most, by the budget."""
+
+NEAR = 0.06
+"""How near to the best one a prefix must be."""
 
 TRIED, LIKELIEST = 32, 4
 """How many tokens are tried after each, and how many of these are the likeliest: one that the model is sure of has no
@@ -54,7 +57,7 @@ NAT, OUTSTANDING = 0.003, 0.0015
 """What a nat of the model's expectation is worth as agreement, and a standard deviation of what stands out in block 0."""
 
 REPAIRED = 6
-"""The length at which single words of the best prefix are changed where that agrees better, before those of the text."""
+"""Tokens after which single words of the best prefix are changed where that agrees better, before those of the text."""
 
 CHANGED, BETTER = 24, 0.003
 """Words that are tried at each place, and by how much one must agree better."""
@@ -83,8 +86,9 @@ class Prefix:
 class Search:
     """The beam of prefixes for the text of ``seen``."""
 
-    def __init__(self, seen: Observation, rng: torch.Generator) -> None:
-        self.seen, self.agreement = seen, Agreement(seen.model, read_layers(seen))
+    def __init__(self, seen: Observation, rng: torch.Generator, budget: Budget) -> None:
+        self.seen, self.width, self.frame = seen, WIDTH[budget.level], len(seen.vocabulary.prefix)
+        self.agreement = Agreement(seen.model, read_layers(seen), budget.memory_mb)
         self.beginnings = Beginnings(seen, blocks_to_read(seen), rng)
         self.ids, self.outstanding = self.beginnings.ids, self.beginnings.standing_out()
         drawn = permutation(len(self.ids), rng)[: min(64, len(self.ids) // 4 * 4)]
@@ -92,7 +96,7 @@ class Search:
 
     def begin(self, length: int) -> list[Prefix]:
         """The prefixes of ``length`` tokens, at most ``BEGUN`` and the frame's."""
-        found = self.beginnings(min(length, BEGUN + len(self.seen.vocabulary.prefix)), WIDE)
+        found = self.beginnings(min(length, BEGUN + self.frame), WIDE)
         return [
             Prefix(text, agrees=agrees) for text, agrees in zip(found, self.agreement.whole(torch.tensor(found)).tolist())
         ]
@@ -110,12 +114,12 @@ class Search:
             for token, more, agreed in zip(*rows)
         ]
         grown.sort(key=lambda p: -p.score)
-        return [p for p in grown[:WIDTH] if p.score > grown[0].score - NEAR]
+        return [p for p in grown[: self.width] if p.score > grown[0].score - NEAR]
 
     def repair(self, prefix: Prefix, lengths: range) -> Prefix:
         """``prefix``, of one of ``lengths``, with words changed, put in or left out, as long as that agrees better."""
         while True:
-            places = range(len(self.seen.vocabulary.prefix), len(prefix.tokens))
+            places = range(self.frame, len(prefix.tokens))
             best = max((self._changed(prefix, place, lengths) for place in places), key=lambda p: p.agrees, default=prefix)
             if best.agrees < prefix.agrees + BETTER:
                 return prefix
@@ -170,10 +174,11 @@ class PrefixMatching:
             raise NotApplicable("dropout was active, so a prefix does not determine its gradient")
         if next(seen.model.parameters()).dtype.itemsize < 4:
             raise NotApplicable("the weights have 16 bits, in which a small step moves no probability")
-        blocks_to_read(seen)
+        if not all(bool(torch.isfinite(g).all()) for g in seen.gradients.values()):
+            raise NotApplicable("the update holds NaN or infinity")
         longest = max(seen.lengths) if Grant.LENGTHS in seen else min(LONGEST, positions(seen.model) or LONGEST)
-        search = Search(seen, rng)
-        lengths = range(longest if Grant.LENGTHS in seen else len(seen.vocabulary.prefix) + 2, longest + 1)
+        search = Search(seen, rng, budget)
+        lengths = range(longest if Grant.LENGTHS in seen else search.frame + 2, longest + 1)
         found = self._read(search, lengths)
         for prefix in found:
             if proof := prove(seen, [prefix.tokens]):
@@ -186,12 +191,12 @@ class PrefixMatching:
     @staticmethod
     def _read(search: Search, lengths: range) -> list[Prefix]:
         """The texts of one of ``lengths`` that may be whole, best first."""
-        kept = search.begin(lengths[-1])
+        kept, repaired = search.begin(lengths[-1]), search.frame + REPAIRED
         best, longer = kept, list[Prefix]()
         while len(kept[0].tokens) < lengths[-1] and (len(lengths) == 1 or len(longer) < WAIT):
             kept = search.grow(kept)
-            if len(kept[0].tokens) == REPAIRED:
-                kept = list({p.tokens: p for p in (*kept, search.repair(kept[0], range(REPAIRED, REPAIRED + 1)))}.values())
+            if len(kept[0].tokens) == repaired:
+                kept = list({p.tokens: p for p in (*kept, search.repair(kept[0], range(repaired, repaired + 1)))}.values())
             tell(partial(list, [kept[0].tokens]))
             top = max(kept, key=lambda p: p.agrees)
             if len(lengths) == 1 or top.agrees >= max(p.agrees for p in best) + BETTER:
