@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,11 +16,9 @@ from rasura.core.local import Adapter
 from rasura.core.rng import generator
 from rasura.core.threat import THREATS, observe
 from rasura.core.values import Grant, Observation
-from rasura.data.text import Example, encode
 from rasura.registry import parse_defense, parse_update
 from rasura.testing.tiny import CAUSAL_VOCABULARY, CLS, VOCABULARY, batch_of, tiny
 from rasura.victims.adapters import with_fresh_adapter
-from rasura.victims.loading import load
 from rasura.victims.step import step
 
 TEXT = [CLS, 40, 3, 41, 9, 60, 61, 70, 44]
@@ -123,24 +120,3 @@ def test_where_it_cannot_apply_it_says_why() -> None:
     )  # fmt: skip
     with pytest.raises(NotApplicable, match="causal language model"):
         PrefixMatching()(observe(truth, THREATS["honest-server"]), rng=generator(0), budget=Budget())
-
-
-@pytest.mark.slow
-def test_a_pretrained_decoder_gives_a_text_back_from_adapters_and_adamw(pretrained: Path) -> None:
-    victim = load(pretrained / "smollm2", "causal")
-    batch = encode(
-        [Example("Lena Brandt owes 4,250 euros to her landlord.", None, 0)],
-        victim.tokenizer,
-        "causal",
-        max_length=64,
-        num_labels=2,
-    )
-    local, _ = parse_update("local:epochs=4/batch=0/lr=1e-4/lora=16")
-    model = with_fresh_adapter(victim.model, "causal", Adapter(16, "attention"), 0)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if "lora_B" in name:
-                p.copy_(0.002 * torch.randn(p.shape, generator=generator(1, name)))
-    truth = step(model, batch, (), task="causal", vocabulary=victim.vocabulary, rng=generator(0), local=local)
-    guess = PrefixMatching()(observe(truth, THREATS["honest-server"]), rng=generator(0), budget=Budget())
-    assert guess.tokens == (tuple(batch.ids(0)),) and guess.confidence == "verified"
