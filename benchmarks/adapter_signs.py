@@ -11,12 +11,11 @@ the model alone does.
 from __future__ import annotations
 
 import torch
-from lora_setting import earlier_round, in_round, options, rows_of, seen_of, sent_as, sent_by, victim_of
+from lora_setting import options_of_one_text, texts_behind_adamw
 from torch import Tensor
 
 from rasura.attacks.updates.span.inputs import Inputs
 from rasura.attacks.updates.span.rows import visible_gradients
-from rasura.core.local import Adapter
 from rasura.core.values import Observation
 from rasura.victims.models import parts
 
@@ -49,19 +48,9 @@ def above(states: Tensor, signs: Tensor) -> Tensor:
 
 def main() -> None:
     """Print the places of each text."""
-    parser = options(__doc__, "runs/adapter_signs.jsonl")
-    parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--tokens", type=int, default=16)
-    parser.add_argument("--round", type=int, default=2)
-    told = parser.parse_args()
-    victim = victim_of(told.model, told.models, told.device)
-    others = rows_of(victim, told.data, 32, 8 * told.round, told.seed + 1)
-    earlier, local = earlier_round(told.rank), sent_as("adamw", told.rank)
+    told = options_of_one_text(__doc__, "runs/adapter_signs.jsonl").parse_args()
     every = []
-    for draw, row in enumerate(rows_of(victim, told.data, told.tokens, told.draws, told.seed)):
-        model = in_round(victim, Adapter(told.rank, "attention"), told.round, others, earlier, draw)
-        seen = seen_of(model, victim, sent_by(model, victim, [row], local, draw), local, 1)
+    for draw, (_, row, seen) in enumerate(texts_behind_adamw(told)):
         found = places(seen, list(row.ids(0)), 255)
         every += found
         firsts = [sum(rank == 0 for rank in ranks) for ranks in zip(*found)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,28 @@ def options(about: str | None, out: str) -> argparse.ArgumentParser:
     parser.add_argument("--draws", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     return parser
+
+
+def options_of_one_text(about: str | None, out: str) -> argparse.ArgumentParser:
+    """The options of benchmarks that ``texts_behind_adamw`` serves."""
+    parser = options(about, out)
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--tokens", type=int, default=16)
+    parser.add_argument("--round", type=int, default=2)
+    return parser
+
+
+def texts_behind_adamw(told: argparse.Namespace, first: int = 0) -> Iterator[tuple[Victim, Batch, Observation]]:
+    """For each draw from ``first`` on: one text, and what a server sees of a client that trained adapters on queries and
+    values with AdamW on it."""
+    victim = victim_of(told.model, told.models, told.device)
+    others = rows_of(victim, told.data, 32, 8 * told.round, told.seed + 1)
+    earlier, local = earlier_round(told.rank), sent_as("adamw", told.rank)
+    rows = rows_of(victim, told.data, told.tokens, told.draws, told.seed)
+    for draw, row in list(enumerate(rows))[first:]:
+        model = in_round(victim, Adapter(told.rank, "attention"), told.round, others, earlier, draw)
+        yield victim, row, seen_of(model, victim, sent_by(model, victim, [row], local, draw), local, 1)
 
 
 def victim_of(name: str, models: Path, device: str) -> Victim:

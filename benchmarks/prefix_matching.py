@@ -12,9 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from lora_setting import earlier_round, in_round, options, rows_of, seen_of, sent_as, sent_by, tried, victim_of
+from lora_setting import options_of_one_text, texts_behind_adamw, tried
 
-from rasura.core.local import Adapter
 from rasura.metrics.text import rouge
 
 KINDS: tuple[Literal["rouge1", "rouge2", "rougeL"], ...] = ("rouge1", "rouge2", "rougeL")
@@ -22,22 +21,11 @@ KINDS: tuple[Literal["rouge1", "rouge2", "rougeL"], ...] = ("rouge1", "rouge2", 
 
 def main() -> None:
     """Print each text, what was found, and how well."""
-    parser = options(__doc__, "runs/prefix_matching.jsonl")
-    parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--tokens", type=int, default=16)
-    parser.add_argument("--round", type=int, default=2)
+    parser = options_of_one_text(__doc__, "runs/prefix_matching.jsonl")
     parser.add_argument("--first", type=int, default=0, help="texts that are left out at the beginning")
     told = parser.parse_args()
-    victim = victim_of(told.model, told.models, told.device)
-    others = rows_of(victim, told.data, 32, 8 * told.round, told.seed + 1)
-    earlier, local = earlier_round(told.rank), sent_as("adamw", told.rank)
     pairs: list[tuple[str, str]] = []
-    for draw, row in enumerate(rows_of(victim, told.data, told.tokens, told.draws, told.seed)):
-        if draw < told.first:
-            continue
-        model = in_round(victim, Adapter(told.rank, "attention"), told.round, others, earlier, draw)
-        seen = seen_of(model, victim, sent_by(model, victim, [row], local, draw), local, 1)
+    for draw, (victim, row, seen) in enumerate(texts_behind_adamw(told, told.first), told.first):
         guess, says, seconds = tried("prefix-matching", seen, draw)
         pairs.append((row.texts[0], "" if guess is None else victim.vocabulary.text(guess.tokens[0])))
         print(

@@ -4,19 +4,32 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from rasura.core.batches import Batch
+from rasura.core.local import Adapter
 from rasura.core.rng import generator
 from rasura.core.threat import HONEST_SERVER, observe
-from rasura.core.values import Message, Observation
+from rasura.core.values import Message, Observation, Task
 from rasura.data.text import Example, encode
 from rasura.registry import parse_defense, parse_update
 from rasura.testing.tiny import CAUSAL_VOCABULARY, CLS, SEP, VOCABULARY
+from rasura.victims.adapters import with_fresh_adapter
 from rasura.victims.loading import load
 from rasura.victims.step import step
 
 TEXTS = [[CLS, 40, 3, 41, 9, 3, 42, SEP], [CLS, 50, 51, 4, 52, SEP], [CLS, 3, 60, 61, 62, 4, 60, 9, SEP]]
+
+
+def in_later_round(model: nn.Module, task: Task, adapter: Adapter, b: float = 0.02) -> nn.Module:
+    """``model`` with adapters in a later round: B was trained before, here drawn at random."""
+    model = with_fresh_adapter(model, task, adapter, 0)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "lora_B" in name:
+                p.copy_(b * torch.randn(p.shape, generator=generator(1, name)))
+    return model
 
 
 def seen_by_server(model: nn.Module, batch: Batch, task: str, keep: str | None = None) -> Observation:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from span_setting import in_later_round
 
 from rasura.attacks.updates.joint_pursuit import Found, JointPursuit, Pursuit
 from rasura.attacks.updates.span.inputs import Inputs
@@ -18,7 +19,6 @@ from rasura.core.values import Observation, Reconstruction
 from rasura.data.text import Example, encode
 from rasura.registry import parse_update
 from rasura.testing.tiny import CAUSAL_VOCABULARY, batch_of, tiny
-from rasura.victims.adapters import with_fresh_adapter
 from rasura.victims.loading import Victim, load
 from rasura.victims.step import step
 
@@ -33,12 +33,8 @@ def minilm(minilm_path: Path) -> Victim:
 def seen_of(
     victim: Victim, adapter: Adapter, texts: Sequence[str] = (TEXT,), update: str = "fedsgd", b: float = 0.02
 ) -> Observation:
-    """What a client sends in a later round: B was trained before, here drawn at random."""
-    model = with_fresh_adapter(victim.model, victim.task, adapter, 0)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if "lora_B" in name:
-                p.copy_(b * torch.randn(p.shape, generator=generator(1, name)))
+    """What a client sends in a later round."""
+    model = in_later_round(victim.model, victim.task, adapter, b)
     batch = encode([Example(t, None, 1) for t in texts], victim.tokenizer, "classification", max_length=64, num_labels=2)
     local, _ = parse_update(update)
     truth = step(model, batch, (), task="classification", vocabulary=victim.vocabulary, rng=generator(0), local=local)
@@ -64,11 +60,7 @@ def test_an_adapter_of_few_dimensions_gives_a_longer_text_back(minilm: Victim) -
 def test_a_decoder_with_positions_gives_its_last_token_as_well() -> None:
     """Rank 4 on all linear layers: fewer dimensions a block than the text has tokens."""
     text = [40, 3, 41, 9, 3, 42, 50, 51, 4, 60, 61, 277]
-    model = with_fresh_adapter(tiny("gpt2", "causal", hidden=96), "causal", Adapter(4), 0)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if "lora_B" in name:
-                p.copy_(0.02 * torch.randn(p.shape, generator=generator(1, name)))
+    model = in_later_round(tiny("gpt2", "causal", hidden=96), "causal", Adapter(4))
     truth = step(model, batch_of([text], "causal"), (), task="causal", vocabulary=CAUSAL_VOCABULARY, rng=generator(0))
     guess = read(observe(truth, THREATS["honest-server"]))
     assert guess.details["dimensions"] == 4 and guess.tokens == (tuple(text),) and guess.confidence == "verified"

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from span_setting import in_later_round
 from torch import Tensor
 
 from rasura.attacks.updates.best import Best
@@ -18,10 +19,10 @@ from rasura.core.threat import THREATS, observe
 from rasura.core.values import Grant, Observation
 from rasura.registry import parse_defense, parse_update
 from rasura.testing.tiny import CAUSAL_VOCABULARY, CLS, VOCABULARY, batch_of, tiny
-from rasura.victims.adapters import with_fresh_adapter
 from rasura.victims.step import step
 
 TEXT = [CLS, 40, 3, 41, 9, 60, 61, 70, 44]
+CALIBRATION = torch.tensor([TEXT, TEXT[::-1]])
 ADAMW = "local:epochs=2/batch=0/lr=1e-4/lora=8"
 
 
@@ -30,11 +31,7 @@ def seen_of(update: str = ADAMW, defense: str = "none", texts: tuple[list[int], 
     local, _ = parse_update(update)
     model = tiny("llama", "causal", hidden=96)
     if local.lora:
-        model = with_fresh_adapter(model, "causal", Adapter(local.lora, "attention"), 0)
-        with torch.no_grad():
-            for name, p in model.named_parameters():
-                if "lora_B" in name:
-                    p.copy_(0.05 * torch.randn(p.shape, generator=generator(1, name)))
+        model = in_later_round(model, "causal", Adapter(local.lora, "attention"), 0.05)
     truth = step(
         model, batch_of(list(texts), "causal"), parse_defense(defense), task="causal", vocabulary=CAUSAL_VOCABULARY,
         rng=generator(0), local=local,
@@ -77,7 +74,7 @@ def test_a_prefix_agrees_as_its_gradient_does(update: str, memory: int) -> None:
         found = [g.T if lin.transposed else g for g, lin in zip(torch.autograd.grad(loss, weights), layers)]
         return sum(float((s * g).sum() / g.norm()) for s, g in zip(layers.values(), found)) / len(layers)
 
-    told = Agreement(model, layers, memory).followed(prefixes, tokens)
+    told = Agreement(model, layers, CALIBRATION, memory).followed(prefixes, tokens)
     for row, prefix in enumerate(prefixes):
         for column in range(2):
             text = torch.cat([prefix, tokens[row, column : column + 1]])
@@ -87,8 +84,7 @@ def test_a_prefix_agrees_as_its_gradient_does(update: str, memory: int) -> None:
 def test_the_update_raises_a_token_by_its_gradient() -> None:
     """What two runs of the model tell is the inner product of the update and the gradient of every next token."""
     seen = seen_of()
-    agreement = Agreement(seen.model, read_layers(seen), 4096)
-    agreement.calibrate(torch.tensor([TEXT, TEXT[::-1]]))
+    agreement = Agreement(seen.model, read_layers(seen), CALIBRATION, 4096)
     prefix = torch.tensor([TEXT[:4]])
     moved = {n: seen.model.get_parameter(n) - p for n, p in agreement.moved.items()}
     weights = [seen.model.get_parameter(n).requires_grad_(True) for n in moved]

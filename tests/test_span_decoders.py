@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from span_setting import seen_by_server
+from span_setting import in_later_round, seen_by_server
 from torch import nn
 
 from rasura.attacks.updates import best
@@ -27,7 +27,6 @@ from rasura.core.values import UNKNOWN, Grant, Message, Observation, Reconstruct
 from rasura.data.text import Example, encode
 from rasura.registry import parse_defense, parse_update
 from rasura.testing.tiny import CLS, DECODERS, PAD, VOCABULARY, batch_of, tiny
-from rasura.victims.adapters import with_fresh_adapter
 from rasura.victims.loading import load
 from rasura.victims.models import parts
 from rasura.victims.step import step
@@ -282,18 +281,8 @@ def test_layers_that_other_positions_see_predict_nothing(keep: str) -> None:
     assert predicted(seen, Inputs(seen.model)) is None
 
 
-def adapted(model: nn.Module, rank: int) -> nn.Module:
-    """``model`` with adapters in a later round: B was trained before, here drawn at random."""
-    model = with_fresh_adapter(model, "causal", Adapter(rank), 0)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if "lora_B" in name:
-                p.copy_(0.02 * torch.randn(p.shape, generator=generator(1, name)))
-    return model
-
-
 def seen_of_adapted(rank: int, text: list[int]) -> Observation:
-    model = adapted(tiny("llama", "causal", hidden=96, blocks=3, words=2000), rank)
+    model = in_later_round(tiny("llama", "causal", hidden=96, blocks=3, words=2000), "causal", Adapter(rank))
     truth = step(model, batch_of([text], "causal"), (), task="causal", vocabulary=BARE, rng=generator(0, "step"))
     return observe(truth, HONEST_SERVER)
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from rasura.attacks.updates.span.rows import visible_gradients
 from rasura.core.values import Observation
 from rasura.core.word_rows import output_layer
 from rasura.victims.models import ADAPTER, Linear, parts
@@ -30,33 +30,27 @@ def read_layers(seen: Observation) -> dict[Linear, Tensor]:
     """
     known = parts(seen.model)
     inside = [lin for lin in known.linears if any(lin.module.startswith(f"{b.module}.") for b in known.blocks)]
-    shown = {
-        lin: g.T if lin.transposed else g for lin in inside if (g := seen.whole(lin.weight)) is not None and bool(g.any())
-    }
+    shown = {lin: g for lin in inside for g in visible_gradients(seen, [lin]) if bool(g.any())}
     second = {lin: g for lin, g in shown.items() if ADAPTER[1] in lin.weight}
     return {lin: g.float() / g.float().norm() for lin, g in (second or shown).items()}
 
 
 class Agreement:
-    """Compares prefixes with the update in the ``layers`` of ``read_layers``."""
+    """Compares prefixes with the update in the ``layers`` of ``read_layers``. The gradients of ``ids`` ``(texts, length)``
+    tell the step along the update in which every layer counts the same."""
 
-    def __init__(self, model: nn.Module, layers: Mapping[Linear, Tensor], memory_mb: int) -> None:
+    def __init__(self, model: nn.Module, layers: Mapping[Linear, Tensor], ids: Tensor, memory_mb: int) -> None:
         self.model, self.layers, self.memory = model, layers, memory_mb * 2**20
         table = getattr(output_layer(model), "weight", None)
         assert isinstance(table, Tensor)
         self.table = table.detach().float()
         self.lengths = self.table.square().sum(1)
+        sizes = next(self._compared(ids[:, :-1], ids[:, -1:]))[1].mean(0).sqrt().clamp_min(1e-12)
+        steps = STEP / float((1 / sizes).square().sum().sqrt()) / sizes
         self.moved: dict[str, Tensor] = {}
-
-    def calibrate(self, ids: Tensor) -> None:
-        """Set the step of ``expected`` by the gradients of ``ids`` ``(texts, length)``: every layer counts the same."""
-        with self._running(ids[:, :-1]) as (logits, inputs, outputs):
-            sizes = self._compared(self._back(logits, outputs, ids[:, 1:], last=True), inputs)[1].mean(0).sqrt()
-        whole = float((1 / sizes.clamp_min(1e-12)).square().sum().sqrt())
-        for (lin, direction), size in zip(self.layers.items(), sizes.tolist()):
-            step = (STEP / whole / max(size, 1e-12)) * (direction.T if lin.transposed else direction)
+        for (lin, direction), step in zip(self.layers.items(), steps.tolist()):
             weight = self.model.get_parameter(lin.weight).detach()
-            self.moved[lin.weight] = weight - step.to(weight)
+            self.moved[lin.weight] = weight - (step * (direction.T if lin.transposed else direction)).to(weight)
 
     @torch.no_grad()
     def expected(self, prefixes: Tensor) -> tuple[Tensor, Tensor]:
@@ -78,24 +72,34 @@ class Agreement:
         """The cosine of the update and the gradient of each of ``prefixes`` ``(n, length)`` with each of its ``tokens``
         ``(n, k)`` behind it, mean over the layers: ``(n, k)``."""
         most = max(1, int(self.memory / (LOGITS * prefixes.shape[1] * self.table.shape[0] * self.table.itemsize)))
-        return torch.cat([self._followed(*some) for some in zip(torch.split(prefixes, most), torch.split(tokens, most))])
+        found = []
+        for some in zip(torch.split(prefixes, most), torch.split(tokens, most)):
+            cosines = [inner / squares.clamp_min(1e-30).sqrt() for inner, squares in self._compared(*some)]
+            found.append(torch.stack([one.mean(1) for one in cosines], 1))
+        return torch.cat(found)
 
     def whole(self, texts: Tensor) -> Tensor:
         """The same of whole texts ``(n, length)``: ``(n,)``."""
         return self.followed(texts[:, :-1], texts[:, -1:])[:, 0]
 
-    def _followed(self, prefixes: Tensor, tokens: Tensor) -> Tensor:
-        found = []
-        with self._running(prefixes) as (logits, inputs, outputs):
-            for k in range(tokens.shape[1]):
-                targets = torch.cat([prefixes[:, 1:], tokens[:, k : k + 1]], 1)
-                back = self._back(logits, outputs, targets, last=k == tokens.shape[1] - 1)
-                inner, squares = self._compared(back, inputs)
-                found.append((inner / squares.clamp_min(1e-30).sqrt()).mean(1))
-        return torch.stack(found, 1)
+    def _compared(self, prefixes: Tensor, tokens: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """For each column of ``tokens`` ``(n, k)`` behind ``prefixes`` ``(n, length)``: the inner products of the update
+        and each text's gradients, and their squared lengths: ``(n, layers)``."""
+        logits, inputs, outputs = self._run(prefixes)
+        errors = logits.detach().softmax(-1)
+        errors[:, :-1].scatter_add_(2, prefixes[:, 1:, None], torch.full_like(errors[:, :-1, :1], -1.0))
+        last = errors[:, -1].clone()
+        for k in range(tokens.shape[1]):
+            errors[:, -1] = last.scatter_add(1, tokens[:, k : k + 1], torch.full_like(last[:, :1], -1.0))
+            back = torch.autograd.grad(logits, outputs, grad_outputs=errors, retain_graph=k < tokens.shape[1] - 1)
+            inner, squares = [], []
+            for direction, delta, x in zip(self.layers.values(), back, inputs):
+                delta, x = delta.to(direction), x.to(direction)
+                inner.append((delta * (x @ direction.T)).sum((1, 2)))
+                squares.append(((delta @ delta.transpose(1, 2)) * (x @ x.transpose(1, 2))).sum((1, 2)))
+            yield torch.stack(inner, 1), torch.stack(squares, 1)
 
-    @contextmanager
-    def _running(self, ids: Tensor) -> Iterator[tuple[Tensor, list[Tensor], list[Tensor]]]:
+    def _run(self, ids: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         """The logits of ``ids``, and the inputs and outputs of the layers, with a graph from logits to outputs."""
         found: dict[str, tuple[Tensor, Tensor]] = {}
 
@@ -112,22 +116,6 @@ class Agreement:
             with torch.enable_grad():
                 logits = self.model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
         finally:
-            for hook in hooks:
-                hook.remove()
-        yield logits, [found[lin.module][0] for lin in self.layers], [found[lin.module][1] for lin in self.layers]
-
-    @staticmethod
-    def _back(logits: Tensor, outputs: Sequence[Tensor], targets: Tensor, *, last: bool) -> tuple[Tensor, ...]:
-        """The gradients of the loss of ``targets`` in ``outputs``."""
-        errors = logits.detach().softmax(-1)
-        errors.scatter_add_(2, targets[:, :, None], torch.full_like(errors[:, :, :1], -1.0))
-        return torch.autograd.grad(logits, list(outputs), grad_outputs=errors, retain_graph=not last)
-
-    def _compared(self, back: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """The inner products of the update and each text's gradients, and their squared lengths: ``(texts, layers)``."""
-        inner, squares = [], []
-        for direction, delta, x in zip(self.layers.values(), back, inputs):
-            delta, x = delta.to(direction), x.to(direction)
-            inner.append((delta * (x @ direction.T)).sum((1, 2)))
-            squares.append(((delta @ delta.transpose(1, 2)) * (x @ x.transpose(1, 2))).sum((1, 2)))
-        return torch.stack(inner, 1), torch.stack(squares, 1)
+            for one in hooks:
+                one.remove()
+        return logits, [found[lin.module][0] for lin in self.layers], [found[lin.module][1] for lin in self.layers]

@@ -88,11 +88,10 @@ class Search:
 
     def __init__(self, seen: Observation, rng: torch.Generator, budget: Budget) -> None:
         self.seen, self.width, self.frame = seen, WIDTH[budget.level], len(seen.vocabulary.prefix)
-        self.agreement = Agreement(seen.model, read_layers(seen), budget.memory_mb)
         self.beginnings = Beginnings(seen, blocks_to_read(seen), rng)
         self.ids, self.outstanding = self.beginnings.ids, self.beginnings.standing_out()
         drawn = permutation(len(self.ids), rng)[: min(64, len(self.ids) // 4 * 4)]
-        self.agreement.calibrate(self.ids[drawn].reshape(4, -1))
+        self.agreement = Agreement(seen.model, read_layers(seen), self.ids[drawn].reshape(4, -1), budget.memory_mb)
 
     def begin(self, length: int) -> list[Prefix]:
         """The prefixes of ``length`` tokens, at most ``BEGUN`` and the frame's."""
@@ -211,8 +210,9 @@ SPEC = AttackSpec(
     about="reads a decoder's text from the signs that differences of AdamW keep",
     source="Rasura; scores of two models as in Zanella-Beguelin et al. 2020",
     make=PrefixMatching,
-    seconds=20.0,
+    seconds=50.0,
     growth=1.0,
+    work={"quick": 0.5, "default": 1.0, "paper": 2.0},
     tasks=frozenset({"causal"}),
     home=Home(family="llama", task="causal", reads=True),
 )
