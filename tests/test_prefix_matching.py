@@ -61,8 +61,10 @@ def test_adapters_are_judged_by_their_second_matrices() -> None:
     assert not any("embed" in lin.weight or "lm_head" in lin.weight for lin in read_layers(seen_of("fedsgd")))
 
 
-@pytest.mark.parametrize(("update", "memory"), [(ADAMW, 4096), ("fedsgd", 4096), ("fedsgd", 0)])
-def test_a_prefix_agrees_as_its_gradient_does(update: str, memory: int) -> None:
+@pytest.mark.parametrize(
+    ("update", "memory", "upper"), [(ADAMW, 4096, 4), (ADAMW, 4096, 1), ("fedsgd", 4096, 4), ("fedsgd", 0, 1)]
+)
+def test_a_prefix_agrees_as_its_gradient_does(update: str, memory: int, upper: int) -> None:
     """The reference takes the gradient of each prefix by itself."""
     seen = seen_of(update)
     model, layers = seen.model.double(), {lin: g.double() for lin, g in read_layers(seen).items()}
@@ -72,13 +74,23 @@ def test_a_prefix_agrees_as_its_gradient_does(update: str, memory: int) -> None:
         weights = [model.get_parameter(lin.weight).requires_grad_(True) for lin in layers]
         loss = torch.nn.functional.cross_entropy(model(input_ids=text[None, :-1]).logits[0], text[1:])
         found = [g.T if lin.transposed else g for g, lin in zip(torch.autograd.grad(loss, weights), layers)]
-        return sum(float((s * g).sum() / g.norm()) for s, g in zip(layers.values(), found)) / len(layers)
+        cosines = [float((s * g).sum() / g.norm().clamp_min(1e-30)) for s, g in zip(layers.values(), found)]
+        return sum(cosines) / len(cosines)
 
-    told = Agreement(model, layers, CALIBRATION, memory).followed(prefixes, tokens)
+    agreement = Agreement(model, layers, CALIBRATION, memory, upper)
+    assert len(agreement.layers) == len(layers) // (1 if upper > 1 else 2)
+    layers = agreement.layers
+    told = agreement.followed(agreement.run(prefixes), tokens)
     for row, prefix in enumerate(prefixes):
         for column in range(2):
             text = torch.cat([prefix, tokens[row, column : column + 1]])
+            agrees, expected = agreement.whole(torch.stack([text, text.flip(0)]))
             assert float(told[row, column]) == pytest.approx(cosine(text), abs=1e-5)
+            assert float(agrees[0]) == pytest.approx(cosine(text), abs=1e-5)
+            logs = model(input_ids=text[None, :-1]).logits[0].log_softmax(-1)
+            assert float(expected[0]) == pytest.approx(float(logs.gather(1, text[1:, None]).detach().sum()), abs=1e-5)
+    begun = agreement.begun(text, agreement.run(text[None, :-1]))
+    assert list(begun) == pytest.approx([cosine(text[:n]) for n in range(2, len(text) + 1)], abs=1e-5)
 
 
 def test_the_update_raises_a_token_by_its_gradient() -> None:
@@ -88,15 +100,15 @@ def test_the_update_raises_a_token_by_its_gradient() -> None:
     prefix = torch.tensor([TEXT[:4]])
     moved = {n: seen.model.get_parameter(n) - p for n, p in agreement.moved.items()}
     weights = [seen.model.get_parameter(n).requires_grad_(True) for n in moved]
-    before, raised = agreement.expected(prefix)
+    ran = agreement.run(prefix)
     logs = seen.model(input_ids=prefix).logits[0, -1].log_softmax(0)
-    assert torch.allclose(before[0], logs.detach(), atol=1e-5)
-    apart = (agreement.table - before[0].exp() @ agreement.table).norm(dim=1)
+    assert torch.allclose(ran.logs[0, -1], logs.detach(), atol=1e-5)
+    apart = (agreement.table - ran.mean[0, -1]).norm(dim=1)
     exact = []
     for token in range(20, 60):
         found = torch.autograd.grad(-logs[token], weights, retain_graph=True)
         exact.append(float(sum((g * m).sum() for g, m in zip(found, moved.values()))) / float(apart[token]))
-    told = raised[0, 20:60]
+    told = agreement.raised(ran, slice(-1, None))[0, 0, 20:60]
     assert float(torch.corrcoef(torch.stack([told, torch.tensor(exact)]))[0, 1]) > 0.999
 
 

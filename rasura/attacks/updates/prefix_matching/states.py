@@ -39,6 +39,9 @@ ANYWHERE = 0.2
 NAT = 0.02
 """What a nat of the model's expectation is worth, in rows explained, summed over the blocks."""
 
+OUTSTANDING = (-3.0, 12.0)
+"""Standard deviations in block 0 beyond which a token is no more ruled out or proposed."""
+
 IN_FIRST = 0.7
 """Standard deviations in block 0 that a nat is worth."""
 
@@ -104,7 +107,7 @@ class Beginnings:
         x = x - (x @ basis) @ basis.T
         left = self.signs[0] - (self.signs[0] @ basis) @ basis.T
         told = (x @ left.T).square().mean(1) / torch.maximum(x.square().sum(1), 0.02 * most).clamp_min(1e-30)
-        out: Tensor = ((told - told.mean()) / told.std().clamp_min(1e-30)).clamp(-3, 12)
+        out: Tensor = (told - told.mean()) / told.std().clamp_min(1e-30)
         return out
 
     def _common(self, others: Tensor) -> Tensor:
@@ -148,7 +151,8 @@ class Beginnings:
 
     def _looked_at(self, prefix: list[int], basis: Tensor, expected: Tensor) -> Tensor:
         """The tokens that are looked at in all blocks."""
-        tokens = self.ids[(self.standing_out(prefix) + IN_FIRST * expected).topk(min(len(self.ids), STAGES[0][1])).indices]
+        worth = self.standing_out(prefix).clamp(*OUTSTANDING) + IN_FIRST * expected
+        tokens = self.ids[worth.topk(min(len(self.ids), STAGES[0][1])).indices]
         if not prefix:
             return tokens[:BEGINNINGS]
         for count, most in STAGES:

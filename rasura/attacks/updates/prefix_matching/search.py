@@ -1,0 +1,175 @@
+"""The beam of prefixes, and single words that are changed in the best of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rasura.attacks.updates.prefix_matching.agreement import Agreement, read_layers
+from rasura.attacks.updates.prefix_matching.states import Beginnings
+from rasura.attacks.updates.span.rows import blocks_to_read
+from rasura.core.interfaces import Budget
+from rasura.core.rng import permutation
+from rasura.core.values import Observation
+
+WIDE = 8
+"""How many beginnings are grown."""
+
+WIDTH = {"quick": 4, "default": 8, "paper": 16}
+"""How many prefixes are kept at most, by the budget."""
+
+NEAR, SHORT = 0.06, 4
+"""How near to the best one a prefix must be, unless it has so few tokens."""
+
+TRIED, LIKELIEST = 32, 4
+"""How many tokens are tried after each, and how many of these are the likeliest: one that the model is sure of has no
+gradient, so that the update does not raise it."""
+
+EXPECTED, RAISED, SEEN = 0.5, 1.6, 0.5
+"""What a nat of the model's expectation, and a standard deviation of what the update raises and of what stands out in block
+0, are worth when tokens are proposed (fitted on five texts of SmolLM2-135M)."""
+
+UNLIKELY, MOST = -12.0, 12.0
+"""Nats and standard deviations beyond which a token is no more proposed or ruled out."""
+
+NAT, OUTSTANDING = 0.003, 0.0015
+"""What a nat of the model's expectation is worth as agreement, and a standard deviation of what stands out in block 0."""
+
+FRONT, FRONT_TEXTS, FRONT_WORDS = 8, 3, 24
+"""Prefixes of up to so many tokens may have lost their first words: before so many of the best, so many words are tried."""
+
+CHANGED_AT = (4, 6, 9, 20, 40)
+"""Tokens at which words of the best prefix are changed. Errors lie at the beginning, where little is known yet."""
+
+MISSING, PROPOSED = 14, 10
+"""Words that are tried at a place: those that stand out beyond the text, and those proposed behind the words before."""
+
+BEHIND, LAST = 3, 12
+"""Tokens behind a changed place that judge the word at first, and how many of the best are judged by the whole text."""
+
+BETTER = 0.003
+"""By how much a changed text must agree better."""
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """Tokens, how far their gradient agrees with the update, and that with what speaks for them beside (``score``)."""
+
+    tokens: tuple[int, ...]
+    agrees: float
+    score: float
+
+
+class Search:
+    """The beam of prefixes for the text of ``seen``; states tell its first ``begun`` tokens behind the frame."""
+
+    def __init__(self, seen: Observation, begun: int, rng: torch.Generator, budget: Budget) -> None:
+        self.begun, self.width, self.frame = begun, WIDTH[budget.level], len(seen.vocabulary.prefix)
+        self.beginnings = Beginnings(seen, blocks_to_read(seen), rng)
+        self.ids = self.beginnings.ids
+        self.outstanding = torch.zeros(seen.vocabulary.size)
+        self.outstanding[self.ids] = self.beginnings.standing_out().clamp(-3, MOST)
+        drawn = permutation(len(self.ids), rng)[: min(64, len(self.ids) // 4 * 4)]
+        self.agreement = Agreement(seen.model, read_layers(seen), self.ids[drawn].reshape(4, -1), budget.memory_mb)
+
+    def begin(self, length: int) -> list[Prefix]:
+        """The prefixes of ``length`` tokens, at most."""
+        return self._kept(self._judged(self.beginnings(min(length, self.begun + self.frame), WIDE)))
+
+    def grow(self, kept: Sequence[Prefix]) -> list[Prefix]:
+        """The best prefixes that are one token longer."""
+        grown = list[Prefix]()
+        for texts in self.agreement.at_once(torch.tensor([prefix.tokens for prefix in kept])):
+            ran = self.agreement.run(texts)
+            logs = ran.logs[:, -1][:, self.ids]
+            raised = self.agreement.raised(ran, slice(-1, None))[:, 0, self.ids]
+            worth = self._proposed(texts.tolist(), logs, raised)
+            tokens = self.ids[worth.topk(min(TRIED, len(self.ids)), dim=1).indices]
+            before = ran.logs[:, :-1].gather(2, texts[:, 1:, None]).sum((1, 2))
+            expected = before[:, None] + ran.logs[:, -1].gather(1, tokens)
+            new = [(*text, token) for text, row in zip(texts.tolist(), tokens.tolist()) for token in row]
+            grown += self._prefixes(new, self.agreement.followed(ran, tokens).flatten(), expected.flatten())
+        if texts.shape[1] - self.frame <= FRONT:
+            grown += self._judged([new for p in kept[:FRONT_TEXTS] for new in self._with_front(p.tokens)])
+        longer = self._kept(grown)
+        length = len(longer[0].tokens)
+        if length - self.frame in CHANGED_AT:
+            longer = self._kept([*longer, self.change(longer[0], range(length, length + 1))])
+        return longer
+
+    def change(self, prefix: Prefix, lengths: range) -> Prefix:
+        """``prefix``, of one of ``lengths``, with words changed, put in or left out, as long as that agrees better."""
+        while True:
+            best = max(self._changed(prefix.tokens, lengths), key=lambda p: p.agrees, default=prefix)
+            if best.agrees < prefix.agrees + BETTER:
+                return prefix
+            prefix = best
+
+    def _changed(self, text: tuple[int, ...], lengths: range) -> list[Prefix]:
+        """The best texts with one word of ``text`` changed, judged by what follows closely at first."""
+        ran = self.agreement.run(torch.tensor([text[:-1]]))
+        begun = [0.0, 0.0, *self.agreement.begun(torch.tensor(text), ran)]
+        tries = [(begun[n] - begun[-1], text[:n]) for n in range(2, len(text)) if n in lengths]
+        for place, words in enumerate(self._words(text), self.frame):
+            before, behind = text[:place], text[place:]
+            put_in = [(*before, word, *behind)[: lengths[-1]] for word in words if place < lengths[-1]]
+            others = [(*before, word, *behind[1:]) for word in words] if behind else []
+            left_out = [(*before, *behind[1:])] if behind and len(text) - 1 in lengths else []
+            for texts in filter(None, (put_in, others, left_out)):
+                judged = max(2, min(place + 1 + BEHIND, len(texts[0]), len(text)))
+                agrees, _ = self.agreement.whole(torch.tensor([one[:judged] for one in texts]))
+                tries += zip((agrees - begun[judged]).tolist(), texts)
+        best = sorted(tries, key=lambda one: -one[0])[:LAST]
+        return self._judged([one for gained, one in best if gained > 0])
+
+    def _words(self, text: tuple[int, ...]) -> list[list[int]]:
+        """What is tried at each place of ``text`` behind the frame, and at its end."""
+        ran, before = self.agreement.run(torch.tensor([text])), [text[:n] for n in range(max(self.frame, 1), len(text) + 1)]
+        places = slice(len(before[0]) - 1, None)
+        raised = self.agreement.raised(ran, places)[0][:, self.ids]
+        worth = self._proposed(before, ran.logs[0, places][:, self.ids], raised)
+        missing = self._missing(text, MISSING + PROPOSED)
+        words = self.ids[worth.topk(min(PROPOSED, len(self.ids)), dim=1).indices].tolist()
+        return ([] if self.frame else [missing]) + [list(dict.fromkeys([*missing[:MISSING], *some])) for some in words]
+
+    def _with_front(self, text: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+        """``text`` with each word that it may have lost at its beginning."""
+        for word in self._missing(text, FRONT_WORDS):
+            yield *text[: self.frame], word, *text[self.frame :]
+
+    def _missing(self, text: tuple[int, ...], count: int) -> list[int]:
+        """The words that stand out most beyond those of ``text``."""
+        told = self.beginnings.standing_out(text).masked_fill(torch.isin(self.ids, torch.tensor(text)), -torch.inf)
+        found: list[int] = self.ids[told.topk(min(count, len(self.ids))).indices].tolist()
+        return found
+
+    def _proposed(self, before: Sequence[Sequence[int]], expected: Tensor, raised: Tensor) -> Tensor:
+        """What speaks for each of ``ids`` as the next token of each of ``before``, by what the model expects and the update raises there:
+        ``(prefixes, ids)`` each."""
+        # What a token explains is explained already where it stands in the prefix.
+        new = torch.stack([~torch.isin(self.ids, torch.tensor(text)) for text in before]) * self.outstanding[self.ids]
+        proposed = EXPECTED * expected.clamp_min(UNLIKELY) + RAISED * raised.clamp(-MOST, MOST) + SEEN * new
+        return proposed.scatter(1, expected.topk(min(LIKELIEST, len(self.ids)), dim=1).indices, torch.inf)
+
+    def _judged(self, texts: Sequence[tuple[int, ...]]) -> list[Prefix]:
+        """``texts``, each run by itself."""
+        out = list[Prefix]()
+        for length in sorted({len(text) for text in texts}):
+            some = [text for text in texts if len(text) == length]
+            out += self._prefixes(some, *self.agreement.whole(torch.tensor(some)))
+        return out
+
+    def _prefixes(self, texts: Sequence[tuple[int, ...]], agrees: Tensor, expected: Tensor) -> list[Prefix]:
+        """``texts`` with what was found of them."""
+        seen = torch.stack([self.outstanding[list(set(text))].sum() for text in texts])
+        score = agrees + NAT * expected.clamp_min(UNLIKELY * len(texts[0])) + OUTSTANDING * seen
+        return [Prefix(*one) for one in zip(texts, agrees.tolist(), score.tolist())]
+
+    def _kept(self, found: Sequence[Prefix]) -> list[Prefix]:
+        """The best of prefixes of one length, each once."""
+        best = sorted({p.tokens: p for p in found}.values(), key=lambda p: -p.score)[: self.width]
+        near = NEAR if len(best[0].tokens) - self.frame > SHORT else torch.inf
+        return [p for p in best if p.score > best[0].score - near]
