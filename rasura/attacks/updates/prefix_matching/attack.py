@@ -7,8 +7,8 @@ AdamW's differences are little more than signs, and the right text explains near
 The first tokens are found by their states (``states``). Then a beam grows by three kinds of tokens: those that the update
 makes likelier, those that the model expects, and those that stand out in block 0. Two runs of the model tell the first for
 the whole vocabulary (the scores of a model before and after reveal what it learned, Zanella-Beguelin et al. 2020). The
-gradient of each is compared with the update, and so are those of prefixes with one word changed, or with one more in front: a
-text may be found from its middle on. The combination is ours.
+gradient of each is compared with the update. So are those of prefixes with one word changed, or with one more in front,
+since a text may be found from its middle on. The combination is ours.
 """
 
 from __future__ import annotations

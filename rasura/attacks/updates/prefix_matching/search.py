@@ -147,8 +147,8 @@ class Search:
         return found
 
     def _proposed(self, before: Sequence[Sequence[int]], expected: Tensor, raised: Tensor) -> Tensor:
-        """What speaks for each of ``ids`` as the next token of each of ``before``, by what the model expects and the update raises there:
-        ``(prefixes, ids)`` each."""
+        """What speaks for each of ``ids`` as the next token of each of ``before``; ``expected`` and ``raised``: what the
+        model expects and the update raises there, ``(prefixes, ids)`` each."""
         # What a token explains is explained already where it stands in the prefix.
         new = torch.stack([~torch.isin(self.ids, torch.tensor(text)) for text in before]) * self.outstanding[self.ids]
         proposed = EXPECTED * expected.clamp_min(UNLIKELY) + RAISED * raised.clamp(-MOST, MOST) + SEEN * new
