@@ -12,6 +12,7 @@ from torch import Tensor
 from rasura.attacks.updates.best import Best
 from rasura.attacks.updates.prefix_matching import PrefixMatching
 from rasura.attacks.updates.prefix_matching.agreement import Agreement, read_layers
+from rasura.attacks.updates.prefix_matching.search import Prefix, Search
 from rasura.core.interfaces import Budget, NotApplicable
 from rasura.core.local import Adapter
 from rasura.core.rng import generator
@@ -91,6 +92,25 @@ def test_a_prefix_agrees_as_its_gradient_does(update: str, memory: int, upper: i
             assert float(expected[0]) == pytest.approx(float(logs.gather(1, text[1:, None]).detach().sum()), abs=1e-5)
     begun = agreement.begun(text, agreement.run(text[None, :-1]))
     assert list(begun) == pytest.approx([cosine(text[:n]) for n in range(2, len(text) + 1)], abs=1e-5)
+
+
+@pytest.mark.parametrize("update", [ADAMW, "fedsgd"])
+@pytest.mark.parametrize(
+    "broken",
+    [TEXT[:1] + TEXT[2:], TEXT[:4] + TEXT[5:], [*TEXT[:4], 50, *TEXT[5:]], [*TEXT[:3], 50, *TEXT[3:]], [*TEXT, 50, 51]],
+)
+def test_words_that_are_lost_or_wrong_or_too_many_are_put_right(update: str, broken: list[int]) -> None:
+    search = Search(seen_of(update), 3, generator(0), Budget())
+    before = float(search.agreement.whole(torch.tensor([broken]))[0])
+    after = search.change(Prefix(tuple(broken), before, before), range(3, 12))
+    assert after.tokens == tuple(TEXT) and after.agrees > before
+
+
+def test_a_text_found_from_its_middle_on_grows_at_its_front() -> None:
+    search = Search(seen_of("fedsgd"), 3, generator(0), Budget())
+    agrees = float(search.agreement.whole(torch.tensor([TEXT[:1] + TEXT[2:5]]))[0])
+    longer = search.grow([Prefix((*TEXT[:1], *TEXT[2:5]), agrees, agrees)])
+    assert longer[0].tokens == tuple(TEXT[:5])
 
 
 def test_the_update_raises_a_token_by_its_gradient() -> None:

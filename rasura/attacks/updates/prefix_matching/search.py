@@ -41,6 +41,9 @@ NAT, OUTSTANDING = 0.003, 0.0015
 FRONT, FRONT_TEXTS, FRONT_WORDS = 8, 3, 24
 """Prefixes of up to so many tokens may have lost their first words: before so many of the best, so many words are tried."""
 
+WITHIN, WITHIN_WORDS = 12, 10
+"""Prefixes of up to so many tokens may have lost others: at each place of the best, so many words are tried."""
+
 CHANGED_AT = (4, 6, 9, 20, 40)
 """Tokens at which words of the best prefix are changed. Errors lie at the beginning, where little is known yet."""
 
@@ -92,12 +95,15 @@ class Search:
             expected = before[:, None] + ran.logs[:, -1].gather(1, tokens)
             new = [(*text, token) for text, row in zip(texts.tolist(), tokens.tolist()) for token in row]
             grown += self._prefixes(new, self.agreement.followed(ran, tokens).flatten(), expected.flatten())
-        if texts.shape[1] - self.frame <= FRONT:
-            grown += self._judged([new for p in kept[:FRONT_TEXTS] for new in self._with_front(p.tokens)])
-        longer = self._kept(grown)
-        length = len(longer[0].tokens)
-        if length - self.frame in CHANGED_AT:
-            longer = self._kept([*longer, self.change(longer[0], range(length, length + 1))])
+        length = texts.shape[1] - self.frame
+        fronts = kept[:FRONT_TEXTS] if length <= FRONT else []
+        more = [new for p in fronts for new in self._with_one_more(p.tokens, FRONT_WORDS, 1)]
+        within = kept[:1] if length <= WITHIN else []
+        more += [new for p in within for new in self._with_one_more(p.tokens, WITHIN_WORDS, length)]
+        longer = self._kept([*grown, *self._judged(more)])
+        if length + 1 in CHANGED_AT:
+            same = range(texts.shape[1] + 1, texts.shape[1] + 2)
+            longer = self._kept([*longer, self.change(longer[0], same)])
         return longer
 
     def change(self, prefix: Prefix, lengths: range) -> Prefix:
@@ -135,14 +141,17 @@ class Search:
         words = self.ids[worth.topk(min(PROPOSED, len(self.ids)), dim=1).indices].tolist()
         return ([] if self.frame else [missing]) + [list(dict.fromkeys([*missing[:MISSING], *some])) for some in words]
 
-    def _with_front(self, text: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-        """``text`` with each word that it may have lost at its beginning."""
-        for word in self._missing(text, FRONT_WORDS):
-            yield *text[: self.frame], word, *text[self.frame :]
+    def _with_one_more(self, text: tuple[int, ...], words: int, places: int) -> Iterator[tuple[int, ...]]:
+        """``text`` with each word that it may have lost before each of its first ``places`` tokens."""
+        for word in self._missing(text, words):
+            for place in range(self.frame, self.frame + places):
+                yield *text[:place], word, *text[place:]
 
     def _missing(self, text: tuple[int, ...], count: int) -> list[int]:
-        """The words that stand out most beyond those of ``text``."""
-        told = self.beginnings.standing_out(text).masked_fill(torch.isin(self.ids, torch.tensor(text)), -torch.inf)
+        """The words that stand out most, beyond those of ``text`` and at all: what they alone explain beside a text is told
+        better, but so is what tokens without a direction of their own explain."""
+        told = self.beginnings.standing_out(text).clamp(-MOST, MOST) + self.outstanding[self.ids]
+        told = told.masked_fill(torch.isin(self.ids, torch.tensor(text)), -torch.inf)
         found: list[int] = self.ids[told.topk(min(count, len(self.ids))).indices].tolist()
         return found
 
