@@ -214,6 +214,7 @@ def test_attacks_see_only_what_an_adversary_may(module: str) -> None:
         "rasura.core.batches",
         "rasura.core.values",
         "rasura.core.errors",
+        "rasura.core.exact",
         "rasura.core.specs",
         "rasura.core.answers",
         "rasura.core.interfaces",

@@ -17,7 +17,7 @@ from rasura.core.interfaces import Budget, NotApplicable
 from rasura.core.local import Adapter
 from rasura.core.rng import generator
 from rasura.core.threat import THREATS, observe
-from rasura.core.values import Grant, Observation
+from rasura.core.values import Observation
 from rasura.registry import parse_defense, parse_update
 from rasura.testing.tiny import CAUSAL_VOCABULARY, CLS, VOCABULARY, batch_of, tiny
 from rasura.victims.step import step
@@ -27,10 +27,12 @@ CALIBRATION = torch.tensor([TEXT, TEXT[::-1]])
 ADAMW = "local:epochs=2/batch=0/lr=1e-4/lora=8"
 
 
-def seen_of(update: str = ADAMW, defense: str = "none", texts: tuple[list[int], ...] = (TEXT,)) -> Observation:
-    """What a server sees of a tiny decoder, whose adapters were trained before."""
+def seen_of(
+    update: str = ADAMW, defense: str = "none", texts: tuple[list[int], ...] = (TEXT,), dtype: torch.dtype = torch.float32
+) -> Observation:
+    """What a server sees of a tiny decoder, whose adapters were trained before; its own weights have ``dtype``."""
     local, _ = parse_update(update)
-    model = tiny("llama", "causal", hidden=96)
+    model = tiny("llama", "causal", hidden=96).to(dtype)
     if local.lora:
         model = in_later_round(model, "causal", Adapter(local.lora, "attention"), 0.05)
     truth = step(
@@ -46,10 +48,26 @@ def test_a_text_comes_back_from_signs(update: str) -> None:
     assert guess.tokens == (tuple(TEXT),) and guess.confidence == "verified"
 
 
-def test_the_portfolio_reads_the_order_of_a_text_behind_its_signs() -> None:
-    guess = Best()(seen_of(), rng=generator(0), budget=Budget())
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_base_in_half_precision_is_read_as_well(dtype: torch.dtype) -> None:
+    seen = seen_of(dtype=dtype)
+    guess = PrefixMatching()(seen, rng=generator(0), budget=Budget())
+    assert guess.tokens == (tuple(TEXT),)
+    assert {p.dtype for p in seen.model.parameters()} == {dtype, torch.float32}, "the model itself is left as it was"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_portfolio_reads_the_order_of_a_text_behind_its_signs(dtype: torch.dtype) -> None:
+    guess = Best()(seen_of(dtype=dtype), rng=generator(0), budget=Budget())
     assert guess.tokens == (tuple(TEXT),) and guess.confidence == "verified"
     assert guess.details["attack"] == "prefix-matching" and "dlg" not in str(guess.details["tried"])
+
+
+@pytest.mark.parametrize("update", ["local:epochs=1/batch=0/optimizer=sgd/lr=1e-3/lora=8", "fedsgd"])
+@pytest.mark.parametrize("texts", [(TEXT,), (TEXT, [CLS, 50, 3, 51])])
+def test_the_portfolio_runs_on_a_base_in_half_precision(update: str, texts: tuple[list[int], ...]) -> None:
+    guess = Best()(seen_of(update, texts=texts, dtype=torch.bfloat16), rng=generator(0), budget=Budget("quick"))
+    assert len(guess.tokens) == len(texts)
 
 
 def test_the_portfolio_keeps_the_words_of_several_texts() -> None:
@@ -97,7 +115,14 @@ def test_a_prefix_agrees_as_its_gradient_does(update: str, memory: int, upper: i
 @pytest.mark.parametrize("update", [ADAMW, "fedsgd"])
 @pytest.mark.parametrize(
     "broken",
-    [TEXT[:1] + TEXT[2:], TEXT[:4] + TEXT[5:], [*TEXT[:4], 50, *TEXT[5:]], [*TEXT[:3], 50, *TEXT[3:]], [*TEXT, 50, 51]],
+    [
+        TEXT[:1] + TEXT[2:],
+        TEXT[:4] + TEXT[5:],
+        [*TEXT[:4], 50, *TEXT[5:]],
+        [*TEXT[:3], 50, *TEXT[3:]],
+        [*TEXT, 50, 51],
+        [*TEXT[:3], TEXT[4], TEXT[3], *TEXT[5:]],
+    ],
 )
 def test_words_that_are_lost_or_wrong_or_too_many_are_put_right(update: str, broken: list[int]) -> None:
     search = Search(seen_of(update), 3, generator(0), Budget())
@@ -135,13 +160,14 @@ def test_the_update_raises_a_token_by_its_gradient() -> None:
 def test_where_it_cannot_apply_it_says_why() -> None:
     seen = seen_of()
     for said, other in {
-        "16 bits": replace(seen, granted={**seen.granted, Grant.MODEL: tiny("llama", "causal").bfloat16()}),
         "NaN": replace(seen, message=replace(seen.message, gradients={n: g * torch.nan for n, g in seen.gradients.items()})),
         "dropout": seen_of("fedsgd", "dropout:0.1"),
         "queries, keys or values|query, key or value": replace(seen, message=replace(seen.message, gradients={})),
     }.items():
         with pytest.raises(NotApplicable, match=said):
             PrefixMatching()(other, rng=generator(0), budget=Budget())
+    with pytest.raises(NotApplicable, match="16 bits"):
+        PrefixMatching()(seen_of(dtype=torch.bfloat16), rng=generator(0), budget=Budget(memory_mb=0))
     truth = step(
         tiny("bert", "classification", num_labels=2), batch_of([TEXT], "classification", [1]), (), task="classification",
         vocabulary=VOCABULARY, rng=generator(0),

@@ -19,6 +19,7 @@ from functools import partial
 import torch
 
 from rasura.attacks.shared.mechanism import announced_dropout
+from rasura.attacks.shared.precision import in_full_precision
 from rasura.attacks.shared.verify import in_span, prove, verified
 from rasura.attacks.updates.prefix_matching.search import BETTER, Prefix, Search
 from rasura.core.interfaces import Budget, NotApplicable
@@ -61,15 +62,14 @@ class PrefixMatching:
             raise NotApplicable("only the loss of a causal language model adds up from prefix to prefix")
         if announced_dropout(seen):
             raise NotApplicable("dropout was active, so a prefix does not determine its gradient")
-        if next(seen.model.parameters()).dtype.itemsize < 4:
-            raise NotApplicable("the weights have 16 bits, in which a small step moves no probability")
         if not all(bool(torch.isfinite(g).all()) for g in seen.gradients.values()):
             raise NotApplicable("the update holds NaN or infinity")
         longest = max(seen.lengths) if Grant.LENGTHS in seen else min(LONGEST, positions(seen.model) or LONGEST)
         lengths = range(longest if Grant.LENGTHS in seen else len(seen.vocabulary.prefix) + 2, longest + 1)
+        wide = in_full_precision(seen, budget)
         tried, guesses = set[tuple[int, ...]](), list[Prefix]()
         for begun in BEGUN:
-            for guess in self._read(Search(seen, begun, rng, budget), lengths):
+            for guess in self._read(Search(wide, begun, rng, budget), lengths):
                 if guess.tokens not in tried and (proof := prove(seen, [guess.tokens])):
                     return verified(proof, {"agreement": guess.agrees})
                 tried.add(guess.tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -44,11 +45,12 @@ FRONT, FRONT_TEXTS, FRONT_WORDS = 8, 3, 24
 WITHIN, WITHIN_WORDS = 12, 10
 """Prefixes of up to so many tokens may have lost others: at each place of the best, so many words are tried."""
 
-CHANGED_AT = (4, 6, 9, 20, 40)
+CHANGED_AT = (4, 6, 9, 24, 48)
 """Tokens at which words of the best prefix are changed. Errors lie at the beginning, where little is known yet."""
 
 MISSING, PROPOSED = 14, 10
-"""Words that are tried at a place: those that stand out beyond the text, and those proposed behind the words before."""
+"""Words that are tried at a place: those that stand out beyond the text, and those proposed behind the words before. Tried
+as well are those that a prefix which was kept had there or beside."""
 
 BEHIND, LAST = 3, 12
 """Tokens behind a changed place that judge the word at first, and how many of the best are judged by the whole text."""
@@ -73,6 +75,7 @@ class Search:
         self.begun, self.width, self.frame = begun, WIDTH[budget.level], len(seen.vocabulary.prefix)
         self.beginnings = Beginnings(seen, blocks_to_read(seen), rng)
         self.ids = self.beginnings.ids
+        self.held = defaultdict[int, set[int]](set)
         self.outstanding = torch.zeros(seen.vocabulary.size)
         self.outstanding[self.ids] = self.beginnings.standing_out().clamp(-3, MOST)
         drawn = permutation(len(self.ids), rng)[: min(64, len(self.ids) // 4 * 4)]
@@ -107,7 +110,8 @@ class Search:
         return longer
 
     def change(self, prefix: Prefix, lengths: range) -> Prefix:
-        """``prefix``, of one of ``lengths``, with words changed, put in or left out, as long as that agrees better."""
+        """``prefix``, of one of ``lengths``, with words changed, exchanged, put in or left out, as long as that agrees
+        better."""
         while True:
             best = max(self._changed(prefix.tokens, lengths), key=lambda p: p.agrees, default=prefix)
             if best.agrees < prefix.agrees + BETTER:
@@ -123,6 +127,7 @@ class Search:
             before, behind = text[:place], text[place:]
             put_in = [(*before, word, *behind)[: lengths[-1]] for word in words if place < lengths[-1]]
             others = [(*before, word, *behind[1:]) for word in words] if behind else []
+            others += [(*before, behind[1], behind[0], *behind[2:])] if len(behind) > 1 else []
             left_out = [(*before, *behind[1:])] if behind and len(text) - 1 in lengths else []
             for texts in filter(None, (put_in, others, left_out)):
                 judged = max(2, min(place + 1 + BEHIND, len(texts[0]), len(text)))
@@ -138,8 +143,12 @@ class Search:
         raised = self.agreement.raised(ran, places)[0][:, self.ids]
         worth = self._proposed(before, ran.logs[0, places][:, self.ids], raised)
         missing = self._missing(text, MISSING + PROPOSED)
-        words = self.ids[worth.topk(min(PROPOSED, len(self.ids)), dim=1).indices].tolist()
-        return ([] if self.frame else [missing]) + [list(dict.fromkeys([*missing[:MISSING], *some])) for some in words]
+        proposed = self.ids[worth.topk(min(PROPOSED, len(self.ids)), dim=1).indices].tolist()
+        words = ([] if self.frame else [missing]) + [[*missing[:MISSING], *some] for some in proposed]
+        return [
+            list(dict.fromkeys([*some, *(t for near in (-1, 0, 1) for t in sorted(self.held[place + near]))]))
+            for place, some in enumerate(words, self.frame)
+        ]
 
     def _with_one_more(self, text: tuple[int, ...], words: int, places: int) -> Iterator[tuple[int, ...]]:
         """``text`` with each word that it may have lost before each of its first ``places`` tokens."""
@@ -181,4 +190,8 @@ class Search:
         """The best of prefixes of one length, each once."""
         best = sorted({p.tokens: p for p in found}.values(), key=lambda p: -p.score)[: self.width]
         near = NEAR if len(best[0].tokens) - self.frame > SHORT else torch.inf
-        return [p for p in best if p.score > best[0].score - near]
+        kept = [p for p in best if p.score > best[0].score - near]
+        for prefix in kept:
+            for place, token in enumerate(prefix.tokens):
+                self.held[place].add(token)
+        return kept

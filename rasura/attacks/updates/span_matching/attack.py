@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from rasura.attacks.shared.dummies import nearest_tokens, ordinary_ids, template, token_table
+from rasura.attacks.shared.precision import in_full_precision
 from rasura.attacks.shared.verify import prove, verified
 from rasura.attacks.updates.span.completion import uncovered
 from rasura.attacks.updates.span.rows import RowSpace, block_spaces, blocks_to_read
@@ -79,7 +80,7 @@ class SpanMatching:
 
     def __call__(self, seen: Observation, *, rng: torch.Generator, budget: Budget) -> Reconstruction:
         check_takes_embeddings(seen.model)
-        observed, seen = seen, uncovered(seen)
+        observed, seen = seen, uncovered(in_full_precision(seen, budget))
         spaces = block_spaces(seen, blocks_to_read(seen))
         if not spaces:
             raise AttackFailed(
