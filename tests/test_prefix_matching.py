@@ -17,7 +17,7 @@ from rasura.core.interfaces import Budget, NotApplicable
 from rasura.core.local import Adapter
 from rasura.core.rng import generator
 from rasura.core.threat import THREATS, observe
-from rasura.core.values import Observation
+from rasura.core.values import Grant, Observation
 from rasura.registry import parse_defense, parse_update
 from rasura.testing.tiny import CAUSAL_VOCABULARY, CLS, VOCABULARY, batch_of, tiny
 from rasura.victims.step import step
@@ -162,6 +162,7 @@ def test_where_it_cannot_apply_it_says_why() -> None:
     for said, other in {
         "NaN": replace(seen, message=replace(seen.message, gradients={n: g * torch.nan for n, g in seen.gradients.items()})),
         "dropout": seen_of("fedsgd", "dropout:0.1"),
+        "one token": replace(seen, granted={**seen.granted, Grant.LENGTHS: (1,)}),
         "queries, keys or values|query, key or value": replace(seen, message=replace(seen.message, gradients={})),
     }.items():
         with pytest.raises(NotApplicable, match=said):

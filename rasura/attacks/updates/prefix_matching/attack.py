@@ -65,6 +65,8 @@ class PrefixMatching:
         if not all(bool(torch.isfinite(g).all()) for g in seen.gradients.values()):
             raise NotApplicable("the update holds NaN or infinity")
         longest = max(seen.lengths) if Grant.LENGTHS in seen else min(LONGEST, positions(seen.model) or LONGEST)
+        if longest < 2:
+            raise NotApplicable("a text of one token has no loss")
         lengths = range(longest if Grant.LENGTHS in seen else len(seen.vocabulary.prefix) + 2, longest + 1)
         wide = in_full_precision(seen, budget)
         tried, guesses = set[tuple[int, ...]](), list[Prefix]()

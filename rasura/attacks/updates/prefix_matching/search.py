@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -45,12 +45,12 @@ FRONT, FRONT_TEXTS, FRONT_WORDS = 8, 3, 24
 WITHIN, WITHIN_WORDS = 12, 10
 """Prefixes of up to so many tokens may have lost others: at each place of the best, so many words are tried."""
 
-CHANGED_AT = (4, 6, 9, 24, 48)
+CHANGED_AT = (4, 6, 9, 24)
 """Tokens at which words of the best prefix are changed. Errors lie at the beginning, where little is known yet."""
 
-MISSING, PROPOSED = 14, 10
-"""Words that are tried at a place: those that stand out beyond the text, and those proposed behind the words before. Tried
-as well are those that a prefix which was kept had there or beside."""
+MISSING, PROPOSED, HELD = 12, 8, 8
+"""Words that are tried at a place: those that stand out beyond the text, those proposed behind the words before, and those
+that prefixes which were kept had most often there or beside."""
 
 BEHIND, LAST = 3, 12
 """Tokens behind a changed place that judge the word at first, and how many of the best are judged by the whole text."""
@@ -75,7 +75,7 @@ class Search:
         self.begun, self.width, self.frame = begun, WIDTH[budget.level], len(seen.vocabulary.prefix)
         self.beginnings = Beginnings(seen, blocks_to_read(seen), rng)
         self.ids = self.beginnings.ids
-        self.held = defaultdict[int, set[int]](set)
+        self.held = defaultdict[int, Counter[int]](Counter)
         self.outstanding = torch.zeros(seen.vocabulary.size)
         self.outstanding[self.ids] = self.beginnings.standing_out().clamp(-3, MOST)
         drawn = permutation(len(self.ids), rng)[: min(64, len(self.ids) // 4 * 4)]
@@ -145,10 +145,12 @@ class Search:
         missing = self._missing(text, MISSING + PROPOSED)
         proposed = self.ids[worth.topk(min(PROPOSED, len(self.ids)), dim=1).indices].tolist()
         words = ([] if self.frame else [missing]) + [[*missing[:MISSING], *some] for some in proposed]
-        return [
-            list(dict.fromkeys([*some, *(t for near in (-1, 0, 1) for t in sorted(self.held[place + near]))]))
-            for place, some in enumerate(words, self.frame)
-        ]
+        return [list(dict.fromkeys([*some, *self._held(place)])) for place, some in enumerate(words, self.frame)]
+
+    def _held(self, place: int) -> list[int]:
+        """The words that prefixes which were kept had most often at ``place`` or beside."""
+        near = sum((self.held[place + step] for step in (-1, 0, 1)), Counter[int]())
+        return [token for token, _ in near.most_common(HELD)]
 
     def _with_one_more(self, text: tuple[int, ...], words: int, places: int) -> Iterator[tuple[int, ...]]:
         """``text`` with each word that it may have lost before each of its first ``places`` tokens."""
@@ -193,5 +195,5 @@ class Search:
         kept = [p for p in best if p.score > best[0].score - near]
         for prefix in kept:
             for place, token in enumerate(prefix.tokens):
-                self.held[place].add(token)
+                self.held[place][token] += 1
         return kept
