@@ -108,7 +108,7 @@ def test_a_prefix_agrees_as_its_gradient_does(update: str, memory: int, upper: i
             assert float(agrees[0]) == pytest.approx(cosine(text), abs=1e-5)
             logs = model(input_ids=text[None, :-1]).logits[0].log_softmax(-1)
             assert float(expected[0]) == pytest.approx(float(logs.gather(1, text[1:, None]).detach().sum()), abs=1e-5)
-    begun = agreement.begun(text, agreement.run(text[None, :-1]))
+    begun = agreement.begun(agreement.run(text[None]))
     assert list(begun) == pytest.approx([cosine(text[:n]) for n in range(2, len(text) + 1)], abs=1e-5)
 
 

@@ -46,9 +46,11 @@ class Ran:
     """What the model makes of ``prefixes`` ``(n, length)``.
 
     ``logs`` ``(n, length, vocabulary)``: log probabilities of the next token at each place; ``mean``: the mean row of the
-    output layer by them; ``hidden``: the last hidden states, with a graph from the layers' ``outputs``, of these ``inputs``.
+    output layer by them; ``hidden``: the last hidden states, with a graph from the ``outputs`` of the ``layers``, of these
+    ``inputs``.
     """
 
+    layers: Mapping[Linear, Tensor]
     prefixes: Tensor
     logs: Tensor
     mean: Tensor
@@ -70,26 +72,32 @@ class Agreement:
         assert layer is not None and isinstance(table, Tensor)
         self.output, self.table = layer, table.detach().float()
         self.lengths = self.table.square().sum(1)
-        self.blocks = [b.module for b in parts(model).blocks if any(lin.module.startswith(f"{b.module}.") for lin in layers)]
-        self.layers = dict(layers)
-        self.moved = self._moved(ids)
-        self.blocks = self.blocks[-upper:]
-        self.layers = {lin: g for lin, g in layers.items() if lin.module.startswith(tuple(f"{b}." for b in self.blocks))}
+        last = tuple(f"{block}." for block in self._blocks(layers)[-upper:])
+        self.layers = {lin: g for lin, g in layers.items() if lin.module.startswith(last)}
+        self.moved = self._moved(layers, ids)
 
-    def _moved(self, ids: Tensor) -> dict[str, Tensor]:
-        """The weights of all layers, a small step along the update."""
-        ran = self.run(ids[:, :-1])
+    def _blocks(self, layers: Mapping[Linear, Tensor]) -> list[str]:
+        """The blocks that have any of ``layers``, in order."""
+        every = (block.module for block in parts(self.model).blocks)
+        return [block for block in every if any(lin.module.startswith(f"{block}.") for lin in layers)]
+
+    def _moved(self, layers: Mapping[Linear, Tensor], ids: Tensor) -> dict[str, Tensor]:
+        """The weights of all ``layers``, a small step along the update."""
+        ran = self._run(ids[:, :-1], layers)
         _, squares = self._compared(ran, self._errors(ran, ids[:, -1]))
         sizes = squares.mean(0).sqrt().clamp_min(1e-12)
         steps = STEP / float((1 / sizes).square().sum().sqrt()) / sizes
         out = {}
-        for (lin, direction), step in zip(self.layers.items(), steps.tolist()):
+        for (lin, direction), step in zip(layers.items(), steps.tolist()):
             weight = self.model.get_parameter(lin.weight).detach()
             out[lin.weight] = weight - (step * (direction.T if lin.transposed else direction)).to(weight)
         return out
 
     def run(self, prefixes: Tensor) -> Ran:
         """Run the model on ``prefixes``, with a graph through the blocks that are compared."""
+        return self._run(prefixes, self.layers)
+
+    def _run(self, prefixes: Tensor, layers: Mapping[Linear, Tensor]) -> Ran:
         found: dict[str, tuple[Tensor, Tensor]] = {}
         last: list[Tensor] = []
 
@@ -108,18 +116,18 @@ class Agreement:
             last.append(args[0])
             return (args[0].detach(),)
 
-        hooks = [self.model.get_submodule(self.blocks[0]).register_forward_pre_hook(begin, with_kwargs=True)]
+        hooks = [self.model.get_submodule(self._blocks(layers)[0]).register_forward_pre_hook(begin, with_kwargs=True)]
         hooks += [self.output.register_forward_pre_hook(end)]
-        hooks += [self.model.get_submodule(lin.module).register_forward_hook(keep(lin.module)) for lin in self.layers]
+        hooks += [self.model.get_submodule(lin.module).register_forward_hook(keep(lin.module)) for lin in layers]
         try:
             with torch.enable_grad():
                 logits = self.model(input_ids=prefixes, attention_mask=torch.ones_like(prefixes)).logits
         finally:
             for one in hooks:
                 one.remove()
-        inputs, outputs = zip(*(found[lin.module] for lin in self.layers))
+        inputs, outputs = zip(*(found[lin.module] for lin in layers))
         logs = logits.detach().float().log_softmax(-1)
-        return Ran(prefixes, logs, logs.exp() @ self.table, last[0], list(inputs), list(outputs))
+        return Ran(layers, prefixes, logs, logs.exp() @ self.table, last[0], list(inputs), list(outputs))
 
     @torch.no_grad()
     def raised(self, ran: Ran, places: slice) -> Tensor:
@@ -156,11 +164,10 @@ class Agreement:
             expected.append(ran.logs.gather(2, some[:, 1:, None]).sum((1, 2)))
         return torch.cat(agrees), torch.cat(expected)
 
-    def begun(self, text: Tensor, ran: Ran) -> Iterator[float]:
-        """How far each beginning of ``text`` ``(length,)`` agrees that has two tokens or more, from a run of all but the
-        last one."""
-        errors = self._errors(ran, text[-1:])
-        for length in range(1, len(text)):
+    def begun(self, ran: Ran) -> Iterator[float]:
+        """How far each beginning of the one text of ``ran`` agrees that has two tokens or more."""
+        errors = self._errors(ran, ran.prefixes[:, -1])
+        for length in range(1, errors.shape[1]):
             yield float(self._cosine(ran, torch.cat([errors[:, :length], torch.zeros_like(errors[:, length:])], 1)))
 
     def _errors(self, ran: Ran, tokens: Tensor) -> Tensor:
@@ -177,7 +184,7 @@ class Agreement:
         squared lengths: ``(n, layers)``."""
         back = torch.autograd.grad(ran.hidden, ran.outputs, grad_outputs=errors.to(ran.hidden), retain_graph=True)
         inner, squares = [], []
-        for direction, delta, x in zip(self.layers.values(), back, ran.inputs):
+        for direction, delta, x in zip(ran.layers.values(), back, ran.inputs):
             delta, x = delta.to(direction), x.to(direction)
             inner.append((delta * (x @ direction.T)).sum((1, 2)))
             squares.append(((delta @ delta.transpose(1, 2)) * (x @ x.transpose(1, 2))).sum((1, 2)))

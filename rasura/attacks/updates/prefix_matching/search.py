@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rasura.attacks.updates.prefix_matching.agreement import Agreement, read_layers
-from rasura.attacks.updates.prefix_matching.states import Beginnings
+from rasura.attacks.updates.prefix_matching.agreement import Agreement, Ran, read_layers
+from rasura.attacks.updates.prefix_matching.states import LEAST, MOST, Beginnings
 from rasura.attacks.updates.span.rows import blocks_to_read
 from rasura.core.interfaces import Budget
 from rasura.core.rng import permutation
@@ -33,8 +33,8 @@ EXPECTED, RAISED, SEEN = 0.5, 1.6, 0.5
 """What a nat of the model's expectation, and a standard deviation of what the update raises and of what stands out in block
 0, are worth when tokens are proposed (fitted on five texts of SmolLM2-135M)."""
 
-UNLIKELY, MOST = -12.0, 12.0
-"""Nats and standard deviations beyond which a token is no more proposed or ruled out."""
+UNLIKELY = -12.0
+"""Nats beyond which a token is no more ruled out."""
 
 NAT, OUTSTANDING = 0.003, 0.0015
 """What a nat of the model's expectation is worth as agreement, and a standard deviation of what stands out in block 0."""
@@ -77,7 +77,7 @@ class Search:
         self.ids = self.beginnings.ids
         self.held = defaultdict[int, Counter[int]](Counter)
         self.outstanding = torch.zeros(seen.vocabulary.size)
-        self.outstanding[self.ids] = self.beginnings.standing_out().clamp(-3, MOST)
+        self.outstanding[self.ids] = self.beginnings.standing_out().clamp(LEAST, MOST)
         drawn = permutation(len(self.ids), rng)[: min(64, len(self.ids) // 4 * 4)]
         self.agreement = Agreement(seen.model, read_layers(seen), self.ids[drawn].reshape(4, -1), budget.memory_mb)
 
@@ -87,7 +87,7 @@ class Search:
 
     def grow(self, kept: Sequence[Prefix]) -> list[Prefix]:
         """The best prefixes that are one token longer."""
-        grown = list[Prefix]()
+        size, grown = len(kept[0].tokens), list[Prefix]()
         for texts in self.agreement.at_once(torch.tensor([prefix.tokens for prefix in kept])):
             ran = self.agreement.run(texts)
             logs = ran.logs[:, -1][:, self.ids]
@@ -98,15 +98,14 @@ class Search:
             expected = before[:, None] + ran.logs[:, -1].gather(1, tokens)
             new = [(*text, token) for text, row in zip(texts.tolist(), tokens.tolist()) for token in row]
             grown += self._prefixes(new, self.agreement.followed(ran, tokens).flatten(), expected.flatten())
-        length = texts.shape[1] - self.frame
+        length = size - self.frame
         fronts = kept[:FRONT_TEXTS] if length <= FRONT else []
         more = [new for p in fronts for new in self._with_one_more(p.tokens, FRONT_WORDS, 1)]
         within = kept[:1] if length <= WITHIN else []
         more += [new for p in within for new in self._with_one_more(p.tokens, WITHIN_WORDS, length)]
         longer = self._kept([*grown, *self._judged(more)])
         if length + 1 in CHANGED_AT:
-            same = range(texts.shape[1] + 1, texts.shape[1] + 2)
-            longer = self._kept([*longer, self.change(longer[0], same)])
+            longer = self._kept([*longer, self.change(longer[0], range(size + 1, size + 2))])
         return longer
 
     def change(self, prefix: Prefix, lengths: range) -> Prefix:
@@ -120,10 +119,10 @@ class Search:
 
     def _changed(self, text: tuple[int, ...], lengths: range) -> list[Prefix]:
         """The best texts with one word of ``text`` changed, judged by what follows closely at first."""
-        ran = self.agreement.run(torch.tensor([text[:-1]]))
-        begun = [0.0, 0.0, *self.agreement.begun(torch.tensor(text), ran)]
+        ran = self.agreement.run(torch.tensor([text]))
+        begun = [0.0, 0.0, *self.agreement.begun(ran)]
         tries = [(begun[n] - begun[-1], text[:n]) for n in range(2, len(text)) if n in lengths]
-        for place, words in enumerate(self._words(text), self.frame):
+        for place, words in enumerate(self._words(text, ran), self.frame):
             before, behind = text[:place], text[place:]
             put_in = [(*before, word, *behind)[: lengths[-1]] for word in words if place < lengths[-1]]
             others = [(*before, word, *behind[1:]) for word in words] if behind else []
@@ -136,9 +135,9 @@ class Search:
         best = sorted(tries, key=lambda one: -one[0])[:LAST]
         return self._judged([one for gained, one in best if gained > 0])
 
-    def _words(self, text: tuple[int, ...]) -> list[list[int]]:
-        """What is tried at each place of ``text`` behind the frame, and at its end."""
-        ran, before = self.agreement.run(torch.tensor([text])), [text[:n] for n in range(max(self.frame, 1), len(text) + 1)]
+    def _words(self, text: tuple[int, ...], ran: Ran) -> list[list[int]]:
+        """What is tried at each place of ``text`` behind the frame, and at its end; ``ran``: what the model makes of it."""
+        before = [text[:n] for n in range(max(self.frame, 1), len(text) + 1)]
         places = slice(len(before[0]) - 1, None)
         raised = self.agreement.raised(ran, places)[0][:, self.ids]
         worth = self._proposed(before, ran.logs[0, places][:, self.ids], raised)

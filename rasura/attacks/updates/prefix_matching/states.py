@@ -39,7 +39,7 @@ ANYWHERE = 0.2
 NAT = 0.02
 """What a nat of the model's expectation is worth, in rows explained, summed over the blocks."""
 
-OUTSTANDING = (-3.0, 12.0)
+LEAST, MOST = -3.0, 12.0
 """Standard deviations in block 0 beyond which a token is no more ruled out or proposed."""
 
 IN_FIRST = 0.7
@@ -151,7 +151,7 @@ class Beginnings:
 
     def _looked_at(self, prefix: list[int], basis: Tensor, expected: Tensor) -> Tensor:
         """The tokens that are looked at in all blocks."""
-        worth = self.standing_out(prefix).clamp(*OUTSTANDING) + IN_FIRST * expected
+        worth = self.standing_out(prefix).clamp(LEAST, MOST) + IN_FIRST * expected
         tokens = self.ids[worth.topk(min(len(self.ids), STAGES[0][1])).indices]
         if not prefix:
             return tokens[:BEGINNINGS]
