@@ -39,10 +39,12 @@ def seconds(
     causal: bool = False,
     inputs: int = 0,
     width: int | None = None,
+    update: str = "fedsgd",
+    adapters: bool = False,
 ) -> float:
     defense = "ghost" if ATTACKS[attack].protection else "none"
-    cell = Cell(attack, "fedsgd", defense, "honest-server", texts, 0, 0, "key")
-    return cell_seconds(cell, Load(tokens, tokens, inputs, width), level, step, ATTACKS, known, causal=causal)
+    cell = Cell(attack, update, defense, "honest-server", texts, 0, 0, "key")
+    return cell_seconds(cell, Load(tokens, tokens, inputs, width, adapters), level, step, ATTACKS, known, causal=causal)
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
@@ -62,7 +64,7 @@ def test_a_portfolio_runs_to_its_end_where_no_exact_attack_knows_the_protection(
 def test_a_portfolio_ends_with_what_its_specification_names() -> None:
     portfolio = ATTACKS["best"].portfolio
     assert portfolio is not None
-    assert {*portfolio.always, portfolio.last, portfolio.instead, portfolio.causal} <= set(ATTACKS)
+    assert {*portfolio.always, portfolio.last, portfolio.instead, portfolio.causal, portfolio.signs} <= set(ATTACKS)
     noise = Adversaries(("pursuit", portfolio.instead), (), ())
     for level in ("quick", "default"):
         members = sum(seconds(a, level=level) - seconds("blind", level=level) for a in ("pursuit", portfolio.instead))
@@ -76,6 +78,18 @@ def test_no_gradient_matching_is_counted_on_causal_models() -> None:
     members = sum(seconds(a, causal=True) - seconds("blind", causal=True) for a in ("pursuit", "span-matching"))
     assert more == pytest.approx(members, rel=0.01)
     assert seconds("best", known=noise, causal=True) < seconds("lamp-weighted")
+
+
+def test_signs_of_a_decoders_adapters_are_read_to_the_end() -> None:
+    """The portfolio was announced with 5 s of a decoder's text behind AdamW, and took as many minutes."""
+    adamw, own = "fedavg-adamw:4:5e-5", seconds("prefix-matching", causal=True) - seconds("blind", causal=True)
+    quick = seconds("best", causal=True)
+    for update, adapters in (("local:lora=16", False), (adamw, True)):
+        assert seconds("best", causal=True, update=update, adapters=adapters) == pytest.approx(quick + own, rel=0.01)
+        assert seconds("best", update=update, adapters=adapters) == pytest.approx(seconds("best"))
+        assert seconds("best", causal=True, update=update, adapters=adapters, texts=4) < quick + own / 2
+    for update, adapters in ((adamw, False), ("local:lora=16/optimizer=sgd", False), ("fedsgd", True)):
+        assert seconds("best", causal=True, update=update, adapters=adapters) == pytest.approx(quick)
 
 
 def test_several_texts_of_a_classifier_cost_more_than_one_of_their_length() -> None:

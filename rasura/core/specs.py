@@ -70,13 +70,15 @@ class Portfolio:
     """What a portfolio runs, by the names of attacks; used only for estimates.
 
     ``always``: its attacks on every update. Where nothing is certain it also runs those that know the protection, and ends
-    with ``last``, or with ``instead`` if that knows the protection, or with ``causal`` on causal models.
+    with ``last``, or with ``instead`` if that knows the protection, or with ``causal`` on causal models. ``signs`` reads one
+    text of a causal model where its adapters were trained by an optimizer that leaves little but signs.
     """
 
     always: frozenset[str] = frozenset()
     last: str
     instead: str
     causal: str
+    signs: str
 
 
 @dataclass(frozen=True, kw_only=True)

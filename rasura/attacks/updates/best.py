@@ -178,6 +178,7 @@ SPEC = AttackSpec(
         last="dlg",
         instead="lamp-weighted",
         causal="span-matching",
+        signs="prefix-matching",
     ),
     home=Home(reads=True),
 )
