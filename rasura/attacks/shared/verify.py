@@ -24,6 +24,7 @@ from rasura.core.mechanisms import typed
 from rasura.core.rng import generator
 from rasura.core.updates import announced_update, changed
 from rasura.core.values import UNKNOWN, Confidence, Grant, Observation, Parameter, Proof, Reconstruction, Vocabulary
+from rasura.victims.positions import positions
 
 VERIFIED = 1e-3
 """Largest relative error of a verified guess. Exact guesses in float32 stay below 2e-4, whatever the number of threads; the
@@ -62,7 +63,11 @@ def _fitted(
     seen: Observation, tokens: Sequence[Sequence[int]], types: Sequence[Sequence[int]] | None
 ) -> tuple[float, Tensor | None]:
     """The least relative error of ``tokens`` over the labels that can be tried, and the labels that reach it; infinite if
-    the training cannot be repeated, since the order of its mini-batches is hidden."""
+    the training cannot be repeated, since the order of its mini-batches is hidden, or if a text is longer than the model
+    takes."""
+    most = positions(seen.model)
+    if most is not None and any(len(t) > most for t in tokens):
+        return math.inf, None
     if not tokens or any(not t or min(t) < 0 for t in tokens) or not announced_update(seen).repeatable(len(tokens)):
         return math.inf, None
     inputs, type_ids = _inputs(seen, tokens, types)

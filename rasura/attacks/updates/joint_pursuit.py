@@ -240,7 +240,7 @@ class JointPursuit:
     def _nearest(seen: Observation, space: Tensor, inputs: Inputs, ids: Tensor, size: int) -> Reconstruction:
         """The tokens whose inputs lie most in ``space``, without what all inputs have in common."""
         basis = space.float()
-        every = [inputs.first(chunk, 0).float() for chunk in torch.split(ids, CHUNK)]
+        every = [inputs.first(chunk, 0) for chunk in torch.split(ids, CHUNK)]
         mean = sum(x.sum(0) for x in every) / len(ids)
         share = torch.cat(
             [((x - mean) @ basis).square().sum(1) / (x - mean).square().sum(1).clamp_min(1e-30) for x in every]

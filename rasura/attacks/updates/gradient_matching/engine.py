@@ -12,6 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from rasura.attacks.shared.precision import in_full_precision
 from rasura.attacks.shared.verify import prove, verified
 from rasura.attacks.updates.gradient_matching.discrete import TokenSearch
 from rasura.attacks.updates.gradient_matching.factors import Factoriser
@@ -58,6 +59,7 @@ class GradientMatching:
                 "fused attention cannot be differentiated twice; load the model with attn_implementation='eager'"
             )
         check_takes_embeddings(seen.model)
+        seen = in_full_precision(seen, budget)
         shown = [n for n in seen.gradients if n not in seen.visible or bool(seen.visible[n].any())]
         factoriser = Factoriser(seen.model if budget.device == "cpu" else copy.deepcopy(seen.model).to(budget.device), shown)
         if not factoriser.layers:

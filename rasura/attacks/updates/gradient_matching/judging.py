@@ -21,6 +21,7 @@ from rasura.attacks.updates.gradient_matching.reorder import reordered
 from rasura.attacks.updates.gradient_matching.settings import Settings, Work
 from rasura.core.values import UNKNOWN as OVER
 from rasura.core.values import Grant, Observation
+from rasura.victims.positions import positions
 
 NORMAL_MEDIAN = 0.6745
 """The median of the absolute value of a standard normal number."""
@@ -136,7 +137,7 @@ class Judge:
 
 def longest(seen: Observation) -> int:
     """Tokens that the model takes at most."""
-    return int(getattr(seen.model.config, "max_position_embeddings", 1 << 20))
+    return positions(seen.model) or int(getattr(seen.model.config, "max_position_embeddings", 1 << 20))
 
 
 def deviation_of(seen: Observation, observed: Mapping[str, Tensor]) -> float:

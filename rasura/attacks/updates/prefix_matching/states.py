@@ -81,7 +81,7 @@ class Beginnings:
         self.signs = torch.stack([some[:fewest] / some[:fewest].norm(dim=1, keepdim=True).clamp_min(1e-30) for some in rows])
         self.ids = candidates(seen.vocabulary)
         place = min(len(seen.vocabulary.prefix) + 1, (positions(seen.model) or 2) - 1)
-        self.first = torch.cat([self.inputs.first(chunk, place) for chunk in torch.split(self.ids, CHUNK)]).float()
+        self.first = torch.cat([self.inputs.first(chunk, place) for chunk in torch.split(self.ids, CHUNK)])
         self.middle = self.first.mean(0)
         drawn = self.ids[permutation(len(self.ids), rng)[: 8 + OTHERS]]
         self.contexts, self._anywhere = (drawn[:4].tolist(), drawn[4:8].tolist()), dict[int, Tensor]()

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from rasura.attacks.shared.precision import in_full_precision
 from rasura.attacks.shared.verify import prove, verified
 from rasura.attacks.updates.pursuit.fits import Fit, Signs, Squares, are_signs, signs_of
 from rasura.attacks.updates.pursuit.following import following_words
@@ -51,6 +52,7 @@ class Pursuit:
             return following_words(seen, rng, budget)
         if known.causal or known.position_embedding is None or seen.task != "classification":
             raise NotApplicable("pursuit places tokens by their position embedding: of classifiers, only encoders")
+        observed, seen = seen, in_full_precision(seen, budget)
         rows, shown = _rows(seen)
         outputs, tried, sweeps = self.work[budget.level]
         if not bool(torch.isfinite(rows).all()):
@@ -69,7 +71,7 @@ class Pursuit:
         residual = None
         if is_eager(seen.model) and one_class_each(seen.model):
             texts, residual = Polish(seen, search, "cosine" if signs else "angle", rng)(texts, tried, sweeps)
-        proof = prove(seen, texts)
+        proof = prove(observed, texts)
         details = {"signs": signs, "tokens": len(found)}
         if proof is not None:
             return verified(proof, details)

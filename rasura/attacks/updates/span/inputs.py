@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rasura.core.exact import widened
 from rasura.victims.models import Block, key_value_cache, layer_inputs, parts
 from rasura.victims.positions import first_inputs, segment_types
 
@@ -33,7 +34,7 @@ Way = Callable[[Any, int, Tensor, Sequence[Block]], dict[int, Tensor]]
 
 class Inputs:
     """The attention inputs that token ids would produce in the adversary's model; with ``blocks``, the inputs of the layers
-    that these name in place of queries, keys and values."""
+    that these name in place of queries, keys and values. Those of a model in half precision are given in float32."""
 
     def __init__(self, model: nn.Module, blocks: tuple[Block, ...] = ()) -> None:
         self.model = model
@@ -47,7 +48,7 @@ class Inputs:
 
     def first(self, tokens: Tensor, position: int, segment: int = 0) -> Tensor:
         """Inputs of block 0's attention for ``tokens`` ``(k,)`` at ``position``: ``(k, hidden)``."""
-        return first_inputs(self.model, tokens, position, segment)
+        return widened(first_inputs(self.model, tokens, position, segment))
 
     @torch.no_grad()
     def deep(self, ids: Tensor, mask: Tensor, blocks: Sequence[Block], types: Tensor | None = None) -> Mapping[int, Tensor]:
@@ -59,7 +60,7 @@ class Inputs:
         """What goes into the attention of ``blocks`` when the model runs on ``given``."""
         modules = [b.qkv[0].module for b in sorted(blocks, key=lambda b: b.index)]
         found = layer_inputs(self.model, modules, **given)
-        return {b.index: found[b.qkv[0].module] for b in blocks}
+        return {b.index: widened(found[b.qkv[0].module]) for b in blocks}
 
     @torch.no_grad()
     def following(self, head: Tensor, tokens: Tensor, blocks: Sequence[Block]) -> Mapping[int, Tensor]:

@@ -23,7 +23,7 @@ from rasura.core.specs import AttackSpec, Home
 from rasura.core.values import Grant, Observation, Parameter, Reconstruction
 from rasura.priors.ngram import Unigram
 from rasura.victims.models import parts
-from rasura.victims.positions import check_takes_embeddings
+from rasura.victims.positions import check_takes_embeddings, positions
 
 FLOOR = 1e-7
 """Squared relative residual under which a text is exact: float32 leaves 1e-12 to 1e-9, one wrong token 1e-3 and more."""
@@ -121,6 +121,13 @@ class _Search:
             self.equations = equations(seen, spaces[last.index], last)
         self.given = list(seen.lengths) if Grant.LENGTHS in seen else None
         self.total = max(space.rank for space in spaces.values())
+        self.longest = positions(seen.model) or self.total
+        if self.total > self.size * self.longest:
+            why = "" if Grant.BATCH_SIZE in seen else "the batch holds several texts, or "
+            raise AttackFailed(
+                f"the row space has {self.total} dimensions, more than the {self.size * self.longest} tokens that the model "
+                f"takes in {self.size} text{'s' * (self.size > 1)}: {why}rounding or noise blurs it"
+            )
         self.table, self.ordinary = token_table(seen.model, vocabulary).float(), ordinary_ids(vocabulary)
         # Words that are in most texts are the ones that an optimisation finds last.
         self.common: list[int] = []
@@ -195,10 +202,11 @@ class _Search:
         min_length = len(self.objective.whole((0,)))
         spare = max(0, self._rest - count * min_length)
         cuts = sorted(torch.randint(spare + 1, (count - 1,), generator=self.rng).tolist())
-        return [min_length + b - a for a, b in zip([0, *cuts], [*cuts, spare])]
+        return [min(min_length + b - a, self.longest) for a, b in zip([0, *cuts], [*cuts, spare])]
 
-    def _known(self, text: Body) -> bool:
-        return any(text == known for _, known in self.found)
+    def _barred(self, text: Body) -> bool:
+        """Whether ``text`` is known, or longer than the model takes."""
+        return len(self.objective.whole(text)) > self.longest or any(text == known for _, known in self.found)
 
     def _discrete(self, starts: list[Body]) -> bool:
         """From ``starts`` to one more text; whether it was found."""
@@ -240,7 +248,7 @@ class _Search:
             sweeps=self.work.sweeps,
             rng=self.rng,
             resize=resize,
-            barred=self._known,
+            barred=self._barred,
         )
 
     def _continuous(self) -> list[Body]:
