@@ -106,10 +106,29 @@ def test_a_prefix_agrees_as_its_gradient_does(update: str, memory: int, upper: i
             agrees, expected = agreement.whole(torch.stack([text, text.flip(0)]))
             assert float(told[row, column]) == pytest.approx(cosine(text), abs=1e-5)
             assert float(agrees[0]) == pytest.approx(cosine(text), abs=1e-5)
+            deep = Agreement(model, agreement.every, CALIBRATION, memory, len(agreement.every))
+            assert float(agreement.whole(text[None], every=True)[0]) == pytest.approx(
+                float(deep.whole(text[None])[0]), abs=1e-6
+            )
             logs = model(input_ids=text[None, :-1]).logits[0].log_softmax(-1)
             assert float(expected[0]) == pytest.approx(float(logs.gather(1, text[1:, None]).detach().sum()), abs=1e-5)
     begun = agreement.begun(agreement.run(text[None]))
     assert list(begun) == pytest.approx([cosine(text[:n]) for n in range(2, len(text) + 1)], abs=1e-5)
+
+
+@pytest.mark.parametrize("update", [ADAMW, "fedsgd"])
+def test_what_follows_is_foreseen_but_for_the_length_of_a_new_token(update: str) -> None:
+    """With the length of the token itself in place of a few others', it is what ``followed`` says."""
+    seen = seen_of(update)
+    layers = {lin: g.double() for lin, g in read_layers(seen).items()}
+    agreement = Agreement(seen.model.double(), layers, CALIBRATION, 4096, 1)
+    ran = agreement.run(torch.tensor([TEXT[:4], TEXT[2:6]]))
+    usual = agreement.foreseen(ran)
+    for token in (9, 60, 71):
+        told = agreement.followed(ran, torch.full((2, 1), token))[:, 0]
+        assert usual[:, token].tolist() == pytest.approx(told.tolist(), abs=0.2)
+        agreement.drawn = [token]
+        assert agreement.foreseen(ran)[:, token].tolist() == pytest.approx(told.tolist(), abs=1e-4)
 
 
 @pytest.mark.parametrize("update", [ADAMW, "fedsgd"])

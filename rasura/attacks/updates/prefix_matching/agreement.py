@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from rasura.attacks.updates.span.rows import visible_gradients
 from rasura.core.values import Observation
@@ -20,8 +21,12 @@ STEP = 0.02
 proportion, and float32 tells them."""
 
 UPPER = 4
-"""The last blocks, whose layers alone are compared: behind two tokens of a text of SmolLM2-135M they told the next one as
-often as all 30 blocks, and a gradient that goes back through few blocks costs little."""
+"""The last blocks, which choose the candidates that all blocks judge: behind a right prefix of SmolLM2-135M they tell the
+next token as often as all 30, and a gradient that goes back through few blocks costs little. Of whole prefixes they prefer
+those in which strong words come too early."""
+
+ABREAST = 32
+"""Tokens behind the same prefixes whose gradients go back at once."""
 
 LOGITS = 4
 """Tensors of the size of a batch's logits that a comparison holds at once."""
@@ -60,8 +65,9 @@ class Ran:
 
 
 class Agreement:
-    """Compares prefixes with the update in the ``layers`` of ``read_layers``: those of the last ``upper`` blocks that have
-    any. The gradients of ``ids`` ``(texts, length)`` tell the step along the update in which every layer counts the same."""
+    """Compares prefixes with the update in the ``layers`` of ``read_layers``: those of ``every`` block, or of the last
+    ``upper`` ones that have any. The gradients of ``ids`` ``(texts, length)`` tell the step along the update in which every
+    layer counts the same."""
 
     def __init__(
         self, model: nn.Module, layers: Mapping[Linear, Tensor], ids: Tensor, memory_mb: int, upper: int = UPPER
@@ -73,7 +79,8 @@ class Agreement:
         self.output, self.table = layer, table.detach().float()
         self.lengths = self.table.square().sum(1)
         last = tuple(f"{block}." for block in self._blocks(layers)[-upper:])
-        self.layers = {lin: g for lin, g in layers.items() if lin.module.startswith(last)}
+        self.every, self.layers = layers, {lin: g for lin, g in layers.items() if lin.module.startswith(last)}
+        self.drawn: list[int] = ids[:, -1].tolist()
         self.moved = self._moved(layers, ids)
 
     def _blocks(self, layers: Mapping[Linear, Tensor]) -> list[str]:
@@ -120,7 +127,7 @@ class Agreement:
         hooks += [self.output.register_forward_pre_hook(end)]
         hooks += [self.model.get_submodule(lin.module).register_forward_hook(keep(lin.module)) for lin in layers]
         try:
-            with torch.enable_grad():
+            with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):  # the others have no second derivative
                 logits = self.model(input_ids=prefixes, attention_mask=torch.ones_like(prefixes)).logits
         finally:
             for one in hooks:
@@ -139,11 +146,45 @@ class Agreement:
         """
         given = {"input_ids": ran.prefixes, "attention_mask": torch.ones_like(ran.prefixes)}
         after = functional_call(self.model, self.moved, (), given).logits[:, places].float().log_softmax(-1)
-        mean = ran.mean[:, places]
-        apart = self.lengths - 2 * mean @ self.table.T + mean.square().sum(-1, keepdim=True)
-        raised = (after - ran.logs[:, places]) / apart.clamp_min(1e-6).sqrt()
+        raised = (after - ran.logs[:, places]) / self._apart(ran.mean[:, places]).clamp_min(1e-6).sqrt()
         out: Tensor = (raised - raised.mean(-1, keepdim=True)) / raised.std(-1, keepdim=True).clamp_min(1e-30)
         return out
+
+    def _apart(self, mean: Tensor) -> Tensor:
+        """Squared distances of the output layer's rows from those of ``mean`` ``(..., hidden)``: ``(..., vocabulary)``."""
+        return self.lengths - 2 * mean @ self.table.T + mean.square().sum(-1, keepdim=True)
+
+    def foreseen(self, ran: Ran) -> Tensor:
+        """About what ``followed`` gives of every token of the vocabulary: ``(n, vocabulary)``.
+
+        A gradient is linear in the error of the last place, so that two slopes a layer give its inner products with the
+        update and with the rest of the prefix's gradient. The length of what the token alone adds is that of a few tokens.
+        """
+        mean = ran.mean[:, -1]
+        fixed = self._errors(ran, ran.prefixes[:, -1])
+        fixed[:, -1] = 0.0
+        apart = self._apart(mean).clamp_min(1e-6)
+        alone = torch.stack([self._alone(ran, token) / apart[:, token, None] for token in self.drawn]).mean(0)
+        probe = torch.zeros_like(ran.hidden, requires_grad=True)
+        linear = torch.autograd.grad(ran.hidden, ran.outputs, grad_outputs=probe, create_graph=True)
+        before = torch.autograd.grad(ran.hidden, ran.outputs, grad_outputs=fixed.to(ran.hidden), retain_graph=True)
+        agrees = torch.zeros_like(apart)
+        for direction, delta, held, x, own in zip(ran.layers.values(), linear, before, ran.inputs, alone.T):
+            delta, x = delta.to(direction), x.to(direction)
+            along = torch.autograd.grad((delta * (x @ direction.T)).sum(), probe, retain_graph=True)[0].float()
+            crossed = x @ (x.transpose(1, 2) @ held.to(direction))
+            across = torch.autograd.grad((delta * crossed).sum(), probe, retain_graph=True)[0].float()
+            rest = [(s * fixed).sum((1, 2))[:, None] for s in (along, across)]
+            new = [(s[:, -1] * mean).sum(1, keepdim=True) - s[:, -1] @ self.table.T for s in (along, across)]
+            squares = rest[1] + 2 * new[1] + own[:, None] * apart
+            agrees += (rest[0] + new[0]) / squares.clamp_min(1e-30).sqrt()
+        return agrees / len(ran.layers)
+
+    def _alone(self, ran: Ran, token: int) -> Tensor:
+        """The squared lengths of the gradient that ``token`` alone has after each prefix: ``(n, layers)``."""
+        errors = torch.zeros_like(ran.mean)
+        errors[:, -1] = ran.mean[:, -1] - self.table[token]
+        return self._compared(ran, errors)[1]
 
     def at_once(self, texts: Tensor) -> Sequence[Tensor]:
         """``texts`` ``(n, length)`` in as few parts as the memory lets run at once."""
@@ -153,13 +194,15 @@ class Agreement:
     def followed(self, ran: Ran, tokens: Tensor) -> Tensor:
         """The cosine of the update and the gradient of each of the prefixes with each of its ``tokens`` ``(n, k)`` behind
         it, mean over the layers: ``(n, k)``."""
-        return torch.stack([self._cosine(ran, self._errors(ran, some)) for some in tokens.T], 1)
+        errors = torch.stack([self._errors(ran, some) for some in tokens.T])
+        return torch.cat([self._cosine(ran, some) for some in torch.split(errors, ABREAST)]).T
 
-    def whole(self, texts: Tensor) -> tuple[Tensor, Tensor]:
-        """The same of whole texts ``(n, length)``, and the log probability of all tokens but the first: ``(n,)`` each."""
+    def whole(self, texts: Tensor, *, every: bool = False) -> tuple[Tensor, Tensor]:
+        """The same of whole texts ``(n, length)``, and the log probability of all tokens but the first: ``(n,)`` each.
+        ``every``: by the layers of all blocks."""
         agrees, expected = [], []
         for some in self.at_once(texts):
-            ran = self.run(some[:, :-1])
+            ran = self._run(some[:, :-1], self.every if every else self.layers)
             agrees.append(self._cosine(ran, self._errors(ran, some[:, -1])))
             expected.append(ran.logs.gather(2, some[:, 1:, None]).sum((1, 2)))
         return torch.cat(agrees), torch.cat(expected)
@@ -177,15 +220,18 @@ class Agreement:
 
     def _cosine(self, ran: Ran, errors: Tensor) -> Tensor:
         inner, squares = self._compared(ran, errors)
-        return (inner / squares.clamp_min(1e-30).sqrt()).mean(1)
+        return (inner / squares.clamp_min(1e-30).sqrt()).mean(-1)
 
     def _compared(self, ran: Ran, errors: Tensor) -> tuple[Tensor, Tensor]:
-        """The inner products of the update and the gradients that have these ``errors`` in the last hidden states, and their
-        squared lengths: ``(n, layers)``."""
-        back = torch.autograd.grad(ran.hidden, ran.outputs, grad_outputs=errors.to(ran.hidden), retain_graph=True)
+        """The inner products of the update and the gradients that have these ``errors`` ``([k,] n, length, hidden)`` in the
+        last hidden states, and their squared lengths: ``([k,] n, layers)``."""
+        back = torch.autograd.grad(
+            ran.hidden, ran.outputs, grad_outputs=errors.to(ran.hidden), retain_graph=True,
+            is_grads_batched=errors.dim() > ran.hidden.dim(),
+        )  # fmt: skip
         inner, squares = [], []
         for direction, delta, x in zip(ran.layers.values(), back, ran.inputs):
             delta, x = delta.to(direction), x.to(direction)
-            inner.append((delta * (x @ direction.T)).sum((1, 2)))
-            squares.append(((delta @ delta.transpose(1, 2)) * (x @ x.transpose(1, 2))).sum((1, 2)))
-        return torch.stack(inner, 1), torch.stack(squares, 1)
+            inner.append((delta * (x @ direction.T)).sum((-2, -1)))
+            squares.append(((delta @ delta.transpose(-2, -1)) * (x @ x.transpose(1, 2))).sum((-2, -1)))
+        return torch.stack(inner, -1), torch.stack(squares, -1)

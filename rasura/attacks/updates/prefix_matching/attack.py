@@ -4,10 +4,11 @@ A decoder's loss is a sum over positions, and each term depends on the tokens up
 prefix is a part of the gradient of the text, and agrees with it in sign as well. That holds where no row space is left:
 AdamW's differences are little more than signs, and the right text explains nearly all of them.
 
-The first tokens are found by their states (``states``). Then a beam grows by three kinds of tokens: those that the update
-makes likelier, those that the model expects, and those that stand out in block 0. Two runs of the model tell the first for
-the whole vocabulary (the scores of a model before and after reveal what it learned, Zanella-Beguelin et al. 2020). The
-gradient of each is compared with the update. So are those of prefixes with one word changed, or with one more in front,
+The first tokens are found by their states (``states``). Then a beam grows by four kinds of tokens: those that the update
+makes likelier, those that the model expects, those that stand out in block 0, and those whose agreement is foreseen to be
+best. Two runs of the model tell the first for the whole vocabulary (the scores of a model before and after reveal what it
+learned, Zanella-Beguelin et al. 2020). The gradient of each is compared with the update in the last blocks, and that of the
+best in all blocks. So are those of prefixes with one word changed, or with one more in front,
 since a text may be found from its middle on. The combination is ours.
 """
 
@@ -30,7 +31,7 @@ from rasura.core.word_rows import output_layer
 from rasura.victims.models import parts
 from rasura.victims.positions import positions
 
-BEGUN = (3, 4)
+BEGUN = (3, 2)
 """Tokens behind which gradients take over from states, and again where no text was proven. Each start also draws other
 texts to compare with."""
 

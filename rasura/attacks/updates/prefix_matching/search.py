@@ -19,24 +19,31 @@ from rasura.core.values import Observation
 WIDE = 8
 """How many beginnings are grown."""
 
-WIDTH = {"quick": 4, "default": 8, "paper": 16}
+WIDTH = {"quick": 3, "default": 6, "paper": 12}
 """How many prefixes are kept at most, by the budget."""
 
 NEAR, SHORT = 0.06, 4
 """How near to the best one a prefix must be, unless it has so few tokens."""
 
-TRIED, LIKELIEST = 32, 4
-"""How many tokens are tried after each, and how many of these are the likeliest: one that the model is sure of has no
-gradient, so that the update does not raise it."""
+TRIED, LIKELIEST = 24, 4
+"""How many tokens are tried after each, and as many whose agreement is foreseen to be the best; and how many of the first
+are the likeliest: one that the model is sure of has no gradient, so that the update does not raise it."""
+
+CLOSELY, FORESEEN = 2, 256
+"""After how many of the best so many more are tried: words of little weight are foreseen badly."""
 
 EXPECTED, RAISED, SEEN = 0.5, 1.6, 0.5
 """What a nat of the model's expectation, and a standard deviation of what the update raises and of what stands out in block
 0, are worth when tokens are proposed (fitted on five texts of SmolLM2-135M)."""
 
+EACH, MORE = 8, 16
+"""How many that follow a prefix, and how many with a word put in, are judged by all blocks: the last ones alone prefer
+strong words that come too early."""
+
 UNLIKELY = -12.0
 """Nats beyond which a token is no more ruled out."""
 
-NAT, OUTSTANDING = 0.003, 0.0015
+NAT, OUTSTANDING = 0.001, 0.0015
 """What a nat of the model's expectation is worth as agreement, and a standard deviation of what stands out in block 0."""
 
 FRONT, FRONT_TEXTS, FRONT_WORDS = 8, 3, 24
@@ -87,26 +94,34 @@ class Search:
 
     def grow(self, kept: Sequence[Prefix]) -> list[Prefix]:
         """The best prefixes that are one token longer."""
-        size, grown = len(kept[0].tokens), list[Prefix]()
-        for texts in self.agreement.at_once(torch.tensor([prefix.tokens for prefix in kept])):
-            ran = self.agreement.run(texts)
-            logs = ran.logs[:, -1][:, self.ids]
-            raised = self.agreement.raised(ran, slice(-1, None))[:, 0, self.ids]
-            worth = self._proposed(texts.tolist(), logs, raised)
-            tokens = self.ids[worth.topk(min(TRIED, len(self.ids)), dim=1).indices]
-            before = ran.logs[:, :-1].gather(2, texts[:, 1:, None]).sum((1, 2))
-            expected = before[:, None] + ran.logs[:, -1].gather(1, tokens)
-            new = [(*text, token) for text, row in zip(texts.tolist(), tokens.tolist()) for token in row]
-            grown += self._prefixes(new, self.agreement.followed(ran, tokens).flatten(), expected.flatten())
+        size = len(kept[0].tokens)
+        grown = [*self._followed(kept[:CLOSELY], FORESEEN), *self._followed(kept[CLOSELY:], TRIED)]
         length = size - self.frame
         fronts = kept[:FRONT_TEXTS] if length <= FRONT else []
         more = [new for p in fronts for new in self._with_one_more(p.tokens, FRONT_WORDS, 1)]
         within = kept[:1] if length <= WITHIN else []
         more += [new for p in within for new in self._with_one_more(p.tokens, WITHIN_WORDS, length)]
-        longer = self._kept([*grown, *self._judged(more)])
+        grown += _best(self._judged(more, every=False), MORE)
+        longer = self._kept(self._judged([p.tokens for p in grown]))
         if length + 1 in CHANGED_AT:
             longer = self._kept([*longer, self.change(longer[0], range(size + 1, size + 2))])
         return longer
+
+    def _followed(self, kept: Sequence[Prefix], count: int) -> Iterator[Prefix]:
+        """Each of ``kept`` with each of its best next tokens by the last blocks; ``count``: how many are tried because their
+        agreement is foreseen to be the best."""
+        for texts in self.agreement.at_once(torch.tensor([prefix.tokens for prefix in kept])) if kept else ():
+            ran = self.agreement.run(texts)
+            logs = ran.logs[:, -1][:, self.ids]
+            raised = self.agreement.raised(ran, slice(-1, None))[:, 0, self.ids]
+            worth = self._proposed(texts.tolist(), logs, raised).topk(min(TRIED, len(self.ids)), dim=1).indices
+            foreseen = self.agreement.foreseen(ran)[:, self.ids] + NAT * logs.clamp_min(UNLIKELY)
+            beside = foreseen.scatter(1, worth, -torch.inf).topk(min(count, len(self.ids) - worth.shape[1]), dim=1).indices
+            tokens = self.ids[torch.cat([worth, beside], 1)]
+            before = ran.logs[:, :-1].gather(2, texts[:, 1:, None]).sum((1, 2))
+            expected = before[:, None] + ran.logs[:, -1].gather(1, tokens)
+            for text, row, *told in zip(texts.tolist(), tokens.tolist(), self.agreement.followed(ran, tokens), expected):
+                yield from _best(self._prefixes([(*text, token) for token in row], *told), EACH)
 
     def change(self, prefix: Prefix, lengths: range) -> Prefix:
         """``prefix``, of one of ``lengths``, with words changed, exchanged, put in or left out, as long as that agrees
@@ -173,12 +188,12 @@ class Search:
         proposed = EXPECTED * expected.clamp_min(UNLIKELY) + RAISED * raised.clamp(-MOST, MOST) + SEEN * new
         return proposed.scatter(1, expected.topk(min(LIKELIEST, len(self.ids)), dim=1).indices, torch.inf)
 
-    def _judged(self, texts: Sequence[tuple[int, ...]]) -> list[Prefix]:
-        """``texts``, each run by itself."""
+    def _judged(self, texts: Sequence[tuple[int, ...]], *, every: bool = True) -> list[Prefix]:
+        """``texts``, each run by itself and judged by all blocks, or by the last ones only."""
         out = list[Prefix]()
         for length in sorted({len(text) for text in texts}):
-            some = [text for text in texts if len(text) == length]
-            out += self._prefixes(some, *self.agreement.whole(torch.tensor(some)))
+            some = [text for text in dict.fromkeys(texts) if len(text) == length]
+            out += self._prefixes(some, *self.agreement.whole(torch.tensor(some), every=every))
         return out
 
     def _prefixes(self, texts: Sequence[tuple[int, ...]], agrees: Tensor, expected: Tensor) -> list[Prefix]:
@@ -196,3 +211,8 @@ class Search:
             for place, token in enumerate(prefix.tokens):
                 self.held[place][token] += 1
         return kept
+
+
+def _best(prefixes: Sequence[Prefix], count: int) -> list[Prefix]:
+    """The ``count`` best of ``prefixes``."""
+    return sorted(prefixes, key=lambda p: -p.score)[:count]
