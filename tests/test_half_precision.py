@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from rasura.attacks.shared.verify import check, prove
-from rasura.attacks.updates.gradient_matching.judging import longest
 from rasura.attacks.updates.span_matching import SpanMatching
 from rasura.core.interfaces import AttackFailed, Budget, NotApplicable
 from rasura.core.rng import generator
@@ -18,6 +17,7 @@ from rasura.core.threat import THREATS, observe
 from rasura.core.values import Grant, Observation
 from rasura.registry import ATTACKS, parse_update
 from rasura.testing.tiny import CLS, VOCABULARY, batch_of, tiny
+from rasura.victims.positions import longest_text
 from rasura.victims.step import step
 
 TEXT = [CLS, 40, 3, 41, 9, 60, 61]
@@ -69,6 +69,6 @@ def test_a_guess_longer_than_the_model_takes_proves_nothing() -> None:
 def test_texts_are_matched_up_to_the_places_that_a_model_has(family: str, places: int) -> None:
     """MPNet's table has rows before the first place, which were counted."""
     seen = seen_of(family, dtype=torch.float32)
-    assert longest(seen) == places
-    ids = torch.full((1, longest(seen)), 40)
+    assert longest_text(seen.model) == places
+    ids = torch.full((1, places), 40)
     assert seen.model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits.isfinite().all()

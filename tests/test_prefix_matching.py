@@ -98,7 +98,7 @@ def test_a_prefix_agrees_as_its_gradient_does(update: str, memory: int, upper: i
 
     agreement = Agreement(model, layers, CALIBRATION, memory, upper)
     assert len(agreement.layers) == len(layers) // (1 if upper > 1 else 2)
-    layers = agreement.layers
+    layers, deep = agreement.layers, Agreement(model, agreement.every, CALIBRATION, memory, len(agreement.every))
     told = agreement.followed(agreement.run(prefixes), tokens)
     for row, prefix in enumerate(prefixes):
         for column in range(2):
@@ -106,7 +106,6 @@ def test_a_prefix_agrees_as_its_gradient_does(update: str, memory: int, upper: i
             agrees, expected = agreement.whole(torch.stack([text, text.flip(0)]))
             assert float(told[row, column]) == pytest.approx(cosine(text), abs=1e-5)
             assert float(agrees[0]) == pytest.approx(cosine(text), abs=1e-5)
-            deep = Agreement(model, agreement.every, CALIBRATION, memory, len(agreement.every))
             assert float(agreement.whole(text[None], every=True)[0]) == pytest.approx(
                 float(deep.whole(text[None])[0]), abs=1e-6
             )

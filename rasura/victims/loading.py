@@ -22,7 +22,7 @@ from rasura.victims.embedded import embedded_path
 from rasura.victims.hub import check_hub_id
 from rasura.victims.models import one_class_each
 from rasura.victims.on_disk import check_stored, needs_disk, stored_model
-from rasura.victims.positions import positions
+from rasura.victims.positions import longest_text
 from rasura.victims.structure import verify_parts
 from rasura.victims.tokenizers import has_tokenizer, load_tokenizer, vocabulary
 from rasura.victims.weights import (
@@ -176,7 +176,7 @@ def _victim(
     words = vocabulary(tokenizer, size)
     if attacked:
         verify_parts(model, words, task)
-    longest = min(n for n in (_positions(model), int(tokenizer.model_max_length)) if n > 0)
+    longest = min(n for n in (longest_text(model), int(tokenizer.model_max_length)) if n > 0)
     if fresh:
         _tell(name, labels, some(fresh), seed)
     return Victim(model, tokenizer, words, task, name, longest, labels, fresh)
@@ -209,18 +209,6 @@ def with_one_label(victim: Victim) -> Victim:
 def _tell(name: str, labels: int, weights: str, seed: int) -> None:
     """Log, once in a process, that a head is new."""
     log.warning("%s holds no head of %d classes: %s were drawn at random (seed %d)", name, labels, weights, seed)
-
-
-def _positions(model: nn.Module) -> int:
-    """The maximum length in tokens. The first rows of RoBERTa's table belong to no token."""
-    try:
-        found = positions(model)
-    except InputError:  # a model that is only trained or asked
-        found = None
-    if found is not None:
-        return found
-    text = model.config.get_text_config()  # type: ignore[operator, union-attr]  # a Hugging Face model
-    return int(getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None) or 10**9)
 
 
 def _model(

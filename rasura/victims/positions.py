@@ -49,6 +49,18 @@ def positions(model: nn.Module) -> int | None:
     return None if name is None or first is None else len(model.get_parameter(name)) - first
 
 
+def longest_text(model: nn.Module) -> int:
+    """The maximum length in tokens. The first rows of RoBERTa's table belong to no token."""
+    try:
+        found = positions(model)
+    except InputError:  # a model that is only trained or asked
+        found = None
+    if found is not None:
+        return found
+    text = model.config.get_text_config()  # type: ignore[operator, union-attr]  # a Hugging Face model
+    return int(getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None) or 10**9)
+
+
 def _first_row(model: nn.Module, name: str) -> int:
     table = model.get_parameter(name)
     ids = torch.full((1, 3), filler(model), device=table.device)

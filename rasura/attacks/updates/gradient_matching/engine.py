@@ -17,7 +17,7 @@ from rasura.attacks.shared.verify import prove, verified
 from rasura.attacks.updates.gradient_matching.discrete import TokenSearch
 from rasura.attacks.updates.gradient_matching.factors import Factoriser
 from rasura.attacks.updates.gradient_matching.guesses import Texts
-from rasura.attacks.updates.gradient_matching.judging import Judge, longest
+from rasura.attacks.updates.gradient_matching.judging import Judge
 from rasura.attacks.updates.gradient_matching.reorder import orders, reordered, shuffles
 from rasura.attacks.updates.gradient_matching.settings import LEVELS, Settings, Work
 from rasura.attacks.updates.span.rows import block_spaces, visible_blocks
@@ -27,7 +27,7 @@ from rasura.core.values import UNKNOWN as OVER
 from rasura.core.values import Grant, Observation, Parameter, Reconstruction
 from rasura.priors import language
 from rasura.victims.models import is_eager, one_class_each, parts
-from rasura.victims.positions import check_takes_embeddings
+from rasura.victims.positions import check_takes_embeddings, longest_text
 
 TOLD = 5
 """A listener is told the nearest tokens after so many steps."""
@@ -89,7 +89,7 @@ class GradientMatching:
             total = size * int(rows.sum())
         else:
             total = 12 * size  # noise fills every row, or nothing is visible: a common sentence
-        total = min(total, size * longest(seen))
+        total = min(total, size * longest_text(seen.model))
         lengths = tuple(max(3, total // size + (1 if k < total % size else 0)) for k in range(size))
         return lengths, size == 1 and bool(spaces)
 

@@ -21,7 +21,7 @@ from rasura.attacks.updates.gradient_matching.reorder import reordered
 from rasura.attacks.updates.gradient_matching.settings import Settings, Work
 from rasura.core.values import UNKNOWN as OVER
 from rasura.core.values import Grant, Observation
-from rasura.victims.positions import positions
+from rasura.victims.positions import longest_text
 
 NORMAL_MEDIAN = 0.6745
 """The median of the absolute value of a standard normal number."""
@@ -53,7 +53,8 @@ class Judge:
         self.prefix, self.suffix = len(vocabulary.prefix), len(vocabulary.suffix)
         self.lengths, self.vary = lengths, not exact
         # Where only the sum of the lengths is known, a text may be half as long again as the mean.
-        self.width = max(lengths) if exact else min(math.ceil(1.5 * max(lengths)), max(max(lengths), longest(seen)))
+        most = max(max(lengths), longest_text(seen.model))
+        self.width = max(lengths) if exact else min(math.ceil(1.5 * max(lengths)), most)
         self.table, self.ordinary = token_table(model, vocabulary), ordinary_ids(vocabulary)
         self.likely = likely(seen, self.ordinary, self.width) if work.guided and len(lengths) == 1 else None
         self.classes = int(model.config.num_labels)  # type: ignore[union-attr, arg-type]  # a Hugging Face config
@@ -133,11 +134,6 @@ class Judge:
     def masks(self, count: int) -> list[Tensor]:
         """Dropout masks of ``count`` candidates at their mean, which is much nearer to any mask than a random one is."""
         return [torch.full((count, *shape), 1 - self.rate, device=self.device) for shape in self.shapes]
-
-
-def longest(seen: Observation) -> int:
-    """Tokens that the model takes at most."""
-    return positions(seen.model) or int(getattr(seen.model.config, "max_position_embeddings", 1 << 20))
 
 
 def deviation_of(seen: Observation, observed: Mapping[str, Tensor]) -> float:

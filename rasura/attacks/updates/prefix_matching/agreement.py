@@ -164,7 +164,9 @@ class Agreement:
         fixed = self._errors(ran, ran.prefixes[:, -1])
         fixed[:, -1] = 0.0
         apart = self._apart(mean).clamp_min(1e-6)
-        alone = torch.stack([self._alone(ran, token) / apart[:, token, None] for token in self.drawn]).mean(0)
+        errors = torch.zeros(len(self.drawn), *ran.mean.shape).to(ran.mean)
+        errors[:, :, -1] = mean - self.table[self.drawn][:, None]
+        alone = (self._compared(ran, errors)[1] / apart[:, self.drawn].T[..., None]).mean(0)
         probe = torch.zeros_like(ran.hidden, requires_grad=True)
         linear = torch.autograd.grad(ran.hidden, ran.outputs, grad_outputs=probe, create_graph=True)
         before = torch.autograd.grad(ran.hidden, ran.outputs, grad_outputs=fixed.to(ran.hidden), retain_graph=True)
@@ -179,12 +181,6 @@ class Agreement:
             squares = rest[1] + 2 * new[1] + own[:, None] * apart
             agrees += (rest[0] + new[0]) / squares.clamp_min(1e-30).sqrt()
         return agrees / len(ran.layers)
-
-    def _alone(self, ran: Ran, token: int) -> Tensor:
-        """The squared lengths of the gradient that ``token`` alone has after each prefix: ``(n, layers)``."""
-        errors = torch.zeros_like(ran.mean)
-        errors[:, -1] = ran.mean[:, -1] - self.table[token]
-        return self._compared(ran, errors)[1]
 
     def at_once(self, texts: Tensor) -> Sequence[Tensor]:
         """``texts`` ``(n, length)`` in as few parts as the memory lets run at once."""

@@ -8,8 +8,8 @@ The first tokens are found by their states (``states``). Then a beam grows by fo
 makes likelier, those that the model expects, those that stand out in block 0, and those whose agreement is foreseen to be
 best. Two runs of the model tell the first for the whole vocabulary (the scores of a model before and after reveal what it
 learned, Zanella-Beguelin et al. 2020). The gradient of each is compared with the update in the last blocks, and that of the
-best in all blocks. So are those of prefixes with one word changed, or with one more in front,
-since a text may be found from its middle on. The combination is ours.
+best in all blocks. So are those of prefixes with one word changed, or with one more in front, since a text may be found
+from its middle on. The combination is ours.
 """
 
 from __future__ import annotations

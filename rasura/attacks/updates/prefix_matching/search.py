@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -204,7 +204,7 @@ class Search:
 
     def _kept(self, found: Sequence[Prefix]) -> list[Prefix]:
         """The best of prefixes of one length, each once."""
-        best = sorted({p.tokens: p for p in found}.values(), key=lambda p: -p.score)[: self.width]
+        best = _best({p.tokens: p for p in found}.values(), self.width)
         near = NEAR if len(best[0].tokens) - self.frame > SHORT else torch.inf
         kept = [p for p in best if p.score > best[0].score - near]
         for prefix in kept:
@@ -213,6 +213,6 @@ class Search:
         return kept
 
 
-def _best(prefixes: Sequence[Prefix], count: int) -> list[Prefix]:
+def _best(prefixes: Iterable[Prefix], count: int) -> list[Prefix]:
     """The ``count`` best of ``prefixes``."""
     return sorted(prefixes, key=lambda p: -p.score)[:count]
