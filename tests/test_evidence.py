@@ -209,6 +209,22 @@ def test_each_protection_says_what_it_is_and_what_it_costs() -> None:
     assert places["band"][0] < 100 * GUESS < places["band"][1]
 
 
+def test_what_the_author_of_another_method_states_is_no_guarantee() -> None:
+    """A plug-in's own word stood among the formal guarantees, and in the page for a data-protection officer."""
+    stated = {"about": "Adds noise.", "guarantee": "(1, 1e-5)-differential privacy", "unchecked": True}
+    made = Made((), {"protections": {**METHODS, "mine": stated}})
+    rows = [*READ, *column("span", "mine:2", [GUESS] * MANY), *column("span", "mine:2+dp-sgd:1.0", [GUESS] * MANY)]
+    _, alone, beside = protection_rows(findings(rows), PLAN, rows, made)
+    assert not alone.private and not beside.private, "the ledger counts nothing beside it either"
+    for row in (alone, beside):
+        told = dict(row.costs)["guarantee"]
+        assert told.startswith("none; the verdict is empirical.")
+        assert told.endswith("mine: its author states “(1, 1e-5)-differential privacy”. Rasura did not check this.")
+    silent = Made((), {"protections": {**METHODS, "mine": {**stated, "guarantee": "none"}}})
+    _, alone, beside = protection_rows(findings(rows), PLAN, rows, silent)
+    assert not beside.private and "Nothing is proven for mine" in dict(beside.costs)["guarantee"]
+
+
 def test_only_what_holds_is_recommended() -> None:
     rows = [*READ, *column("span", "dropout:0.1", [GUESS] * MANY), *column("span", "bf16", [1.0] * MANY)]
     assert [r.name for r in protection_rows(findings(rows), PLAN, rows, MADE) if r.chosen] == ["dropout:0.1"]

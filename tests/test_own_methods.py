@@ -57,6 +57,14 @@ def test_a_run_is_not_resumed_with_another_method_of_the_same_name(model_folder:
         audited(tmp_path, model_folder, defenses=[scaled(1.0)])
 
 
+def test_a_run_stores_whose_word_a_guarantee_is(model_folder: Path, tmp_path: Path) -> None:
+    audited(tmp_path, model_folder, defenses=[scaled(0.0), "dp-sgd:1.0"])
+    store = RunStore(tmp_path)
+    told = store.about["protections"]
+    store.close()
+    assert told["scaled"]["unchecked"] is True and "unchecked" not in told["dp-sgd"]
+
+
 class Names:
     """An attack that names one token."""
 

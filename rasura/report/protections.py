@@ -105,19 +105,36 @@ def _guarantee(defense: str, made: Made) -> str:
     if not all(n in made.protections for n in names_of(defense)):
         return recorded(UNKNOWN)
     kinds = _promises(defense, made)
-    if not kinds:
-        return tell("none; the verdict is empirical")
-    said = "; ".join(map(recorded, kinds))
-    if not any(PRIVATE in kind for kind in kinds):
-        return f"{said}."
-    epsilon = tell("Epsilon was not computed in this run: it depends on the whole training (rasura account).")
-    return f"{said}. {epsilon}"
+    further = [
+        tell("{name}: its author states “{stated}”. Rasura did not check this.", name=name, stated=k["guarantee"])
+        if _states(k := made.protections[name])
+        else tell("Nothing is proven for {name}, a method of your own or of a plug-in, or for others beside it.", name=name)
+        for name in _others(defense, made)
+    ]
+    if any(PRIVATE in kind for kind in kinds):
+        further.append(tell("Epsilon was not computed in this run: it depends on the whole training (rasura account)."))
+    said = "; ".join(map(recorded, kinds)) or tell("none; the verdict is empirical")
+    return " ".join((f"{said}.", *further)) if kinds or further else said
 
 
 def _promises(defense: str, made: Made) -> list[str]:
-    """The formal guarantees that are recorded for the parts of ``defense``; of sealing, the one of its scheme."""
-    known = ((part, made.protections.get(name_of(part), {}).get("guarantee", "")) for part in parts_of(defense))
-    return [sealed_promise(part) if name_of(part) == "sealing" else g for part, g in known if g not in ("", "none")]
+    """The formal guarantees that are recorded for the parts of ``defense``; of sealing, the one of its scheme.
+
+    Beside a method that is not Rasura's own, no differential privacy: the ledger counts none there either.
+    """
+    known = [(part, made.protections.get(name_of(part), {})) for part in parts_of(defense)]
+    some = [(part, k["guarantee"]) for part, k in known if _states(k) and not k.get("unchecked")]
+    found = [sealed_promise(part) if name_of(part) == "sealing" else stated for part, stated in some]
+    return [promise for promise in found if PRIVATE not in promise or not _others(defense, made)]
+
+
+def _states(known: Mapping[str, Any]) -> bool:
+    return known.get("guarantee", "none") not in ("", "none")
+
+
+def _others(defense: str, made: Made) -> list[str]:
+    """The methods in ``defense`` that are not Rasura's own."""
+    return [name for name in names_of(defense) if made.protections.get(name, {}).get("unchecked")]
 
 
 def plot(rows: Sequence[Row], f: Findings, limit: float | None = None) -> dict[str, Any]:

@@ -25,13 +25,15 @@ def describe_run(
     fixed: Mapping[str, str | Mapping[str, str]],
 ) -> None:
     """Store the fingerprints of ``victim``, the number of ``cells`` that the run has, from the specs what each of
-    ``protections`` and ``attacks`` is, and ``fixed``: by name, fingerprints of what else all results depend on.
+    ``protections`` and ``attacks`` is, and ``fixed``: by name, fingerprints of what else all results depend on. A guarantee
+    is stored as ``unchecked`` where the method is not Rasura's own.
 
     The weights are hashed at each call, since they may have changed after the last one. Raises ``InputError`` if the folder
     holds results of other weights, or of anything else that is fixed: a run must not mix two.
     """
     told = {
         name: {"about": spec.about, "source": spec.source, "guarantee": getattr(spec, "guarantee", "none")}
+        | ({} if _shipped(spec) else {"unchecked": True})
         | ({"figure": list(spec.strength.keys)} if isinstance(spec, DefenseSpec) and spec.strength else {})
         for name in _names(protections)
         if (spec := defenses.get(name)) is not None

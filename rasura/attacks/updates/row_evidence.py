@@ -8,6 +8,7 @@ from torch import Tensor
 from rasura.attacks.updates.span.rows import block_spaces, visible_blocks
 from rasura.core.updates import announced_update
 from rasura.core.values import Grant, Observation
+from rasura.victims.positions import longest_text
 
 FLOOR = 1e-9
 """Rows below this fraction of the largest row count as zero."""
@@ -19,8 +20,7 @@ left of noise by its largest entries fills few entries of a row."""
 
 def max_tokens(seen: Observation) -> int:
     """How many tokens a batch can hold: texts as long as the model allows, 64 of them where their number is not known."""
-    longest = int(getattr(seen.model.config, "max_position_embeddings", 4096))
-    return (seen.batch_size if Grant.BATCH_SIZE in seen else 64) * longest
+    return (seen.batch_size if Grant.BATCH_SIZE in seen else 64) * longest_text(seen.model)
 
 
 def is_noisy(gradient: Tensor, max_count: int) -> bool:
