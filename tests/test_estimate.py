@@ -40,11 +40,11 @@ def seconds(
     inputs: int = 0,
     width: int | None = None,
     update: str = "fedsgd",
-    adapters: bool = False,
+    frozen: bool = False,
 ) -> float:
     defense = "ghost" if ATTACKS[attack].protection else "none"
     cell = Cell(attack, update, defense, "honest-server", texts, 0, 0, "key")
-    return cell_seconds(cell, Load(tokens, tokens, inputs, width, adapters), level, step, ATTACKS, known, causal=causal)
+    return cell_seconds(cell, Load(tokens, tokens, inputs, width, frozen), level, step, ATTACKS, known, causal=causal)
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
@@ -84,12 +84,12 @@ def test_signs_of_a_decoders_adapters_are_read_to_the_end() -> None:
     """The portfolio was announced with 5 s of a decoder's text behind AdamW, and took as many minutes."""
     adamw, own = "fedavg-adamw:4:5e-5", seconds("prefix-matching", causal=True) - seconds("blind", causal=True)
     quick = seconds("best", causal=True)
-    for update, adapters in (("local:lora=16", False), (adamw, True)):
-        assert seconds("best", causal=True, update=update, adapters=adapters) == pytest.approx(quick + own, rel=0.01)
-        assert seconds("best", update=update, adapters=adapters) == pytest.approx(seconds("best"))
-        assert seconds("best", causal=True, update=update, adapters=adapters, texts=4) < quick + own / 2
-    for update, adapters in ((adamw, False), ("local:lora=16/optimizer=sgd", False), ("fedsgd", True)):
-        assert seconds("best", causal=True, update=update, adapters=adapters) == pytest.approx(quick)
+    for update, frozen in (("local:lora=16", False), (adamw, True)):
+        assert seconds("best", causal=True, update=update, frozen=frozen) == pytest.approx(quick + own, rel=0.01)
+        assert seconds("best", update=update, frozen=frozen) == pytest.approx(seconds("best"))
+        assert seconds("best", causal=True, update=update, frozen=frozen, texts=4) < quick + own / 2
+    for update, frozen in ((adamw, False), ("local:lora=16/optimizer=sgd", False), ("fedsgd", True)):
+        assert seconds("best", causal=True, update=update, frozen=frozen) == pytest.approx(quick)
 
 
 def test_several_texts_of_a_classifier_cost_more_than_one_of_their_length() -> None:

@@ -35,7 +35,7 @@ FIRST = 5.0
 class Load:
     """Of a batch: ``padded``, the entries of its ids; ``tokens``, those that belong to texts; ``inputs``, the different
     words and places among these. ``width``: how many inputs a layer of the model has; None if that is not known.
-    ``adapters``: whether the model trains its adapters only.
+    ``frozen``: whether the word embedding is, as where only adapters are trained.
 
     The inputs of block 0 span at most as many dimensions as there are words and places. Those of the layers behind it are
     one for each token of each text. Only while these are fewer than ``width`` can an attack tell the texts apart.
@@ -45,7 +45,7 @@ class Load:
     tokens: int
     inputs: int
     width: int | None = None
-    adapters: bool = False
+    frozen: bool = False
 
     @property
     def apart(self) -> bool:
@@ -60,13 +60,13 @@ class Load:
 
 def load_of(batch: Batch, model: nn.Module) -> Load:
     """The load of ``batch`` on ``model``."""
-    width, adapters = None, False
+    width, frozen = None, False
     with suppress(InputError):  # a model without blocks
         known = parts(model)
-        width, adapters = known.hidden, not model.get_parameter(known.word_embedding).requires_grad
+        width, frozen = known.hidden, not model.get_parameter(known.word_embedding).requires_grad
     there = batch.attention_mask.bool()
     inputs = len(set(batch.input_ids[there].tolist())) + batch.input_ids.shape[1]
-    return Load(int(batch.input_ids.numel()), int(there.sum()), inputs, width, adapters)
+    return Load(int(batch.input_ids.numel()), int(there.sum()), inputs, width, frozen)
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ def cell_seconds(
             ends = portfolio.causal if causal else portfolio.instead if portfolio.instead in hard else portfolio.last
             seconds += sum(cost(attacks[a]) for a in {*hard, ends})
         local = registry.parse_update(cell.update)[0]
-        if causal and cell.batch_size == 1 and local.adaptive and (local.lora or load.adapters):
+        if causal and cell.batch_size == 1 and local.adaptive and (local.lora or load.frozen):
             seconds += cost(attacks[portfolio.signs])
     return own + BESIDE + seconds
 
