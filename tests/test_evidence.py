@@ -20,7 +20,7 @@ from rasura.cli import app
 from rasura.core.options import opened
 from rasura.core.records import MASK
 from rasura.core.run_store import RunStore
-from rasura.registry import DEFENSES, family
+from rasura.registry import DEFENSES, family, parse_defense
 from rasura.report.commands import OF_CALIBRATION, OF_TRAINING, OPTIONS, USUAL, command, next_step
 from rasura.report.findings import findings
 from rasura.report.head import UNKNOWN, Made, duration, head, settings
@@ -29,6 +29,7 @@ from rasura.report.page import render, write_report
 from rasura.report.protections import plot, protection_rows
 from rasura.report.verdicts import NOT_MEASURED
 from rasura.runs.audit import audit
+from rasura.runs.described import unproven
 from rasura.runs.plans import Plan
 from rasura.runs.service_plan import ServicePlan
 
@@ -42,7 +43,7 @@ METHODS = {
 MADE = Made(
     ({"began": "2026-11-23T08:05:00.000001+00:00", "command": "rasura audit", "code": "c0de", "machine": "a laptop",
       "packages": {"torch": "2.6"}},),
-    {"model": "0123456789abcdef", "protections": METHODS},
+    {"model": "0123456789abcdef", "protections": METHODS, "compositions": {"dp-sgd:1.0": ""}},
 )  # fmt: skip
 
 
@@ -213,16 +214,34 @@ def test_what_the_author_of_another_method_states_is_no_guarantee() -> None:
     """A plug-in's own word stood among the formal guarantees, and in the page for a data-protection officer."""
     stated = {"about": "Adds noise.", "guarantee": "(1, 1e-5)-differential privacy", "unchecked": True}
     made = Made((), {"protections": {**METHODS, "mine": stated}})
-    rows = [*READ, *column("span", "mine:2", [GUESS] * MANY), *column("span", "mine:2+dp-sgd:1.0", [GUESS] * MANY)]
-    _, alone, beside = protection_rows(findings(rows), PLAN, rows, made)
-    assert not alone.private and not beside.private, "the ledger counts nothing beside it either"
-    for row in (alone, beside):
-        told = dict(row.costs)["guarantee"]
-        assert told.startswith("none; the verdict is empirical.")
-        assert told.endswith("mine: its author states “(1, 1e-5)-differential privacy”. Rasura did not check this.")
-    silent = Made((), {"protections": {**METHODS, "mine": {**stated, "guarantee": "none"}}})
-    _, alone, beside = protection_rows(findings(rows), PLAN, rows, silent)
-    assert not beside.private and "Nothing is proven for mine" in dict(beside.costs)["guarantee"]
+    rows = [*READ, *column("span", "mine:2", [GUESS] * MANY)]
+    _, alone = protection_rows(findings(rows), PLAN, rows, made)
+    told = dict(alone.costs)["guarantee"]
+    assert not alone.private and told.startswith("none; the verdict is empirical.")
+    assert told.endswith("mine: its author states “(1, 1e-5)-differential privacy”. Rasura did not check this.")
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("dp-sgd:1.0", ""),
+        ("dp-sgd:1.0+pruning:0.5", ""),
+        ("frozen-embeddings+directional:1e3+sealing:param=0.1", ""),
+        ("accumulate:9+dp-sgd:1.0", "the time of sending depends on the texts"),
+        ("dp-sgd:1.0+qsgd:16", "not in the table of proven compositions"),
+        ("dp-ftrl:1.0/band=4+sealing:sens=0.1", "made from the texts themselves"),
+    ],
+)
+def test_the_page_states_differential_privacy_exactly_where_the_ledger_does(text: str, why: str) -> None:
+    """It went by the parts: it stated differential privacy of accumulate+dp-sgd, for which nothing is proven."""
+    made = Made((), {"protections": METHODS, "compositions": unproven({text: parse_defense(text)})})
+    rows = [*READ, *column("span", text, [GUESS] * MANY)]
+    _, row = protection_rows(findings(rows), PLAN, rows, made)
+    told = dict(row.costs)["guarantee"]
+    assert row.private is (not why) and ("Epsilon was not computed" in told) is (not why)
+    assert why in told and ("No differential privacy is stated: nothing is proven" in told) is bool(why)
+    _, old = protection_rows(findings(rows), PLAN, rows, Made((), {"protections": METHODS}))
+    assert not old.private and UNKNOWN in dict(old.costs)["guarantee"], "an older run does not say it"
 
 
 def test_only_what_holds_is_recommended() -> None:

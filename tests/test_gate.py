@@ -13,8 +13,8 @@ from rows import GUESS, MANY, READ, column, runs
 from rasura.core.interfaces import InputError
 from rasura.report.findings import findings
 from rasura.report.gate import ABOVE_LIMIT, NOT_JUDGED, PASSED, ROUNDING, gate, judged
-from rasura.report.pooled import Level
-from rasura.report.verdicts import ABOVE, NOT_MEASURED, NOT_TOLD, READS, Verdict, texts_needed
+from rasura.report.pooled import Level, texts_needed
+from rasura.report.verdicts import ABOVE, NOT_MEASURED, NOT_TOLD, READS, Verdict
 
 
 def of_gate(rows: list[dict[str, Any]], limit: float) -> Any:

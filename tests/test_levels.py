@@ -13,8 +13,9 @@ from rows import GUESS, MANY, METRIC, READ, column, record
 from rasura.metrics.intervals import mean_interval
 from rasura.registry import adversaries
 from rasura.report.levels import bound, point, yardstick
+from rasura.report.pooled import texts_needed
 from rasura.report.search import UNPROTECTED, holds, least, not_found, searchable, why_not
-from rasura.report.verdicts import ABOVE, NOT_MEASURED, NOT_TOLD, READS, Verdict, texts_needed
+from rasura.report.verdicts import ABOVE, NOT_MEASURED, NOT_TOLD, READS, Verdict
 
 # --- the search
 

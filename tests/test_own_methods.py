@@ -58,11 +58,16 @@ def test_a_run_is_not_resumed_with_another_method_of_the_same_name(model_folder:
 
 
 def test_a_run_stores_whose_word_a_guarantee_is(model_folder: Path, tmp_path: Path) -> None:
-    audited(tmp_path, model_folder, defenses=[scaled(0.0), "dp-sgd:1.0"])
+    audited(tmp_path, model_folder, defenses=[scaled(0.0), "dp-sgd:1.0", "accumulate:9+dp-sgd:1.0"])
     store = RunStore(tmp_path)
-    told = store.about["protections"]
+    told, why = store.about["protections"], store.about["compositions"]
     store.close()
     assert told["scaled"]["unchecked"] is True and "unchecked" not in told["dp-sgd"]
+    assert (
+        why["dp-sgd:1.0"] == ""
+        and "a method of your own" in why["scaled"]
+        and "the time of sending" in why["accumulate:9+dp-sgd:1.0"]
+    )
 
 
 class Names:

@@ -27,12 +27,12 @@ from rasura.report.commands import next_step
 from rasura.report.findings import summary_of
 from rasura.report.gate import gate, outcomes
 from rasura.report.page import render
-from rasura.report.pooled import interval
+from rasura.report.pooled import interval, texts_needed
 from rasura.report.readings import reading
 from rasura.report.sentence import RISK
 from rasura.report.services import ANSWERS, measures, service_findings
 from rasura.report.terminal import summary
-from rasura.report.verdicts import ABOVE, NOT_MEASURED, NOT_TOLD, READS, texts_needed
+from rasura.report.verdicts import ABOVE, NOT_MEASURED, NOT_TOLD, READS
 from rasura.testing.services import sent
 
 __all__ = ["model_folder"]

@@ -15,9 +15,10 @@ METRIC = "token_recall"
 
 
 def sums(size: int, value: float | None, attack: str = "span", **more: Any) -> list[dict[str, Any]]:
-    """All examples in sums of ``size``, of each of which an attack reads the share ``value``."""
+    """``MANY`` sums of ``size``, of each of which an attack reads the share ``value``; of one example each, enough for all
+    sums here."""
     out = []
-    for batch, start in enumerate(range(0, MANY, size)):
+    for batch, start in enumerate(range(0, 20 * MANY if size == 1 else size * MANY, size)):
         some = list(range(start, start + size))
         given: dict[str, Any] = {"batch": batch, "batch_size": size, "examples": some, **more}
         given["scores"] = {} if value is None else {METRIC: {"per_record": [value] * size}}

@@ -116,9 +116,9 @@ def test_a_sum_of_clients_without_a_yardstick_that_read_one_does_not_hold() -> N
     def of_two(attack: str) -> list[dict[str, Any]]:
         two = {side: {METRIC: {"per_record": [GUESS] * 2}} for side in ("scores", "blind")}
         return [{**r, **two, "batch_size": 2, "examples": [2 * k, 2 * k + 1]} for k, r in
-                enumerate(column(attack, "none", [GUESS] * (MANY // 2)))]  # fmt: skip
+                enumerate(column(attack, "none", [GUESS] * MANY))]  # fmt: skip
 
-    rows = [*READ, *column("tag", "none", [1.0] * MANY), *of_two("span")]
+    rows = [*(r for a in ("span", "tag") for r in column(a, "none", [1.0] * 2 * MANY)), *of_two("span")]
     assert least(curve([*rows, *of_two("tag")], [1, 2])) == 2
     assert least(curve(rows, [1, 2])) is None
 
@@ -148,7 +148,7 @@ def test_an_unfinished_run_never_says_that_a_protection_holds() -> None:
 def test_an_interrupted_run_names_no_number_of_clients() -> None:
     def of(size: int, value: float) -> list[dict[str, Any]]:
         shares = {s: {METRIC: {"per_record": [v] * size}} for s, v in (("scores", value), ("blind", GUESS))}
-        rows = enumerate(column("span", "none", [value] * (MANY // size)))
+        rows = enumerate(column("span", "none", [value] * (2 * MANY // size)))
         return stored(
             {**r, "batch_size": size, "examples": list(range(k * size, (k + 1) * size)), **shares} for k, r in rows
         )

@@ -23,7 +23,7 @@ from rasura.registry import ATTACKS, DEFENSES, adversaries
 from rasura.report.findings import findings, summarise
 from rasura.report.gate import NOT_JUDGED, gate
 from rasura.report.missing import HOLDS_WITHIN
-from rasura.report.pooled import Level, pooled
+from rasura.report.pooled import Level, pooled, texts_needed
 from rasura.report.readings import reading
 from rasura.report.scores import NAMED, gave_up, notes_of, scored
 from rasura.report.verdicts import (
@@ -34,7 +34,6 @@ from rasura.report.verdicts import (
     WORDS,
     Verdict,
     plain,
-    texts_needed,
     verdict,
 )
 
@@ -379,7 +378,7 @@ def test_a_protection_of_which_nothing_was_run(images: bool, many: str) -> None:
 def test_a_verdict_in_plain_values() -> None:
     found = of([*READ, *column("span", "dropout:0.1", [GUESS] * MANY)], "dropout:0.1")
     assert found.to_dict() == {
-        "verdict": NOT_TOLD, "says": found.says, "n": MANY, "risk": found.risk, "upper": found.upper,
+        "verdict": NOT_TOLD, "says": found.says, "n": MANY, "draws": MANY, "risk": found.risk, "upper": found.upper,
         "excess": found.excess, "holds": True, "counted": ["span"], "missing": [],
     }  # fmt: skip
     crashed = of([*READ, *column("span", "dropout:0.1", [None], "crashed")], "dropout:0.1")

@@ -80,8 +80,8 @@ def test_sizes_of_this_run_are_told_from_those_that_are_computed() -> None:
 
 @pytest.mark.parametrize("language", LANGUAGES)
 def test_the_page_has_the_table_and_the_curve_of_the_run(language: str) -> None:
-    sums = list(READ)
-    for number in range(MANY // 4):
+    sums = column("span", "none", [1.0] * 4 * MANY)
+    for number in range(MANY):
         some = list(range(4 * number, 4 * number + 4))
         guessed = {"token_recall": {"per_record": [GUESS] * 4}}
         given: dict[str, Any] = {"batch": number, "batch_size": 4, "examples": some, "scores": guessed, "blind": guessed}

@@ -13,8 +13,9 @@ from rasura.core.records import ACTIVE_THREATS, MASK
 from rasura.report.language import recorded, tell
 from rasura.report.matrix import SUMMED, Findings
 from rasura.report.missing import HOLDS_WITHIN
+from rasura.report.pooled import texts_needed
 from rasura.report.sealed import federated, never_apply
-from rasura.report.verdicts import ABOVE, READS, Verdict, plain, texts_needed
+from rasura.report.verdicts import ABOVE, READS, Verdict, plain
 
 OPTIONS = {
     "reference": "reference", "language_model": "language-model", "entries": "entries", "model": "model", "task": "task",
@@ -96,15 +97,17 @@ def _step(
     if v.missing:
         return _measure(v, plan, records)
     if not v.holds:
-        n = min(v.n, v.keys or v.n)
-        wanted = max(texts_needed(HOLDS_WITHIN), 2 * n if n >= texts_needed(HOLDS_WITHIN) else 0)
+        wanted = max(texts_needed(HOLDS_WITHIN), 2 * v.draws if v.draws >= texts_needed(HOLDS_WITHIN) else 0)
         many = recorded(v.many)
         keys: dict[str, Any] = {"keys": wanted} if v.keys else {}
+        count = wanted * max(-(-one.n // (one.updates or one.n or 1)) for one in v.settings)
         if keys:
             says = tell("Measure at least {count} {many}, behind as many keys.", count=wanted, many=many)
+        elif count > wanted:
+            says = tell("Measure at least {count} {many}, in {updates} updates.", count=count, many=many, updates=wanted)
         else:
             says = tell("Measure at least {count} {many}.", count=wanted, many=many)
-        made = command("audit", _named(plan), defenses=[v.defense], limit=max(wanted, v.n), out="runs/next", **keys)
+        made = command("audit", _named(plan), defenses=[v.defense], limit=max(count, v.n), out="runs/next", **keys)
         return Step(says + _own_file(plan), made)
     if plan.get("task") == "vision":
         return Step(
@@ -166,8 +169,9 @@ def _summing(f: Findings) -> str:
 def _of_sums(plan: Mapping[str, Any]) -> str:
     """The command that audits sums of clients."""
     fields = [name for name in OPTIONS if name not in ("defenses", "updates", "batch_sizes")]
-    counts = [1, 2, 4, 8, 16, 32]
-    return command("audit", _named(plan), fields, clients=counts, limit=max(64, plan.get("limit", 0)), out="runs/sums")
+    counts = [1, 4, 16]
+    least = counts[-1] * texts_needed(HOLDS_WITHIN)  # what is read of a sum counts once
+    return command("audit", _named(plan), fields, clients=counts, limit=max(least, plan.get("limit", 0)), out="runs/sums")
 
 
 def _measure(v: Verdict, plan: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> Step:
@@ -203,7 +207,7 @@ def _strengthen(v: Verdict, f: Findings, plan: Mapping[str, Any], methods: Mappi
         at_most = math.ceil(round(100 * (v.guess.mean + HOLDS_WITHIN), 6)) / 100
         if at_most < 1:
             made = {"attacks": [a for a in plan["attacks"] if a != "blind"], "defenses": [setting], "at-most": at_most}
-            made["limit"] = max(texts_needed(HOLDS_WITHIN), plan["limit"])
+            made["limit"] = max(texts_needed(HOLDS_WITHIN) * max(plan.get("batch_sizes", [1])), plan["limit"])
             says = tell("Find the weakest setting that holds.") + _own_file(plan)
             return Step(says, command("calibrate", _named(plan), OF_CALIBRATION, **made))
     choose = Step(tell("This setting does not stop the attacks of this run. Choose another protection."))

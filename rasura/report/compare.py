@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from statistics import fmean
 from typing import Any
 
 from rasura.core.errors import InputError
@@ -15,7 +16,7 @@ from rasura.report.gate import ABOVE_LIMIT, NOT_JUDGED, PASSED
 from rasura.report.head import Made
 from rasura.report.matrix import Findings
 from rasura.report.readings import Reading, reading
-from rasura.report.scores import BLIND, Record, about_texts, cells_of, setting_of
+from rasura.report.scores import BLIND, Record, about_texts, apart_of, cells_of, setting_of
 from rasura.report.verdicts import WORDS, Verdict
 
 BESIDE = ("tokenizer of the {}", "configuration of the {}")
@@ -115,7 +116,8 @@ class Comparison:
 
 @cache
 def enough(paired: bool) -> int:
-    """Independent texts that it takes at least until a difference can leave out 0: none read before, and all read after."""
+    """Independent texts or updates that it takes at least until a difference can leave out 0: none read before, and all
+    read after."""
     n = 1
     while _difference([0.0] * n, [1.0] * n, paired)[0] <= 0:
         n += 1
@@ -153,7 +155,7 @@ def compared(first: Run, second: Run) -> Comparison:
     shown = {key: c for key, c in zip(keys, changes) if c.attack != BLIND and c.low is not None}
     risen = {
         key[1] for key, c in shown.items()
-        if c.word == CHANGED and _difference(*_values_of(before[key], after[key]), paired, 0.05 / len(shown))[0] > 0
+        if c.word == CHANGED and _difference(*_values_of(before[key], after[key], paired), paired, 0.05 / len(shown))[0] > 0
     }  # fmt: skip
     more = tuple(c for c in order if c in risen and not two[c].holds)
     begun = tuple(name for name, run in (("first", first), ("second", second)) if run.found.unfinished)
@@ -186,13 +188,16 @@ def _change(attack: str, column: str, first: Reading | None, second: Reading | N
     if paired and dict(a) == dict(b):
         return Change(attack, column, SAME, before, after, 0.0, 0.0, n)
     assert first is not None and second is not None
-    low, high = _difference(*_values_of(first, second), paired)
+    low, high = _difference(*_values_of(first, second, paired), paired)
     return Change(attack, column, CHANGED if low > 0 or high < 0 else NOISE, before, after, low, high, n)
 
 
-def _values_of(first: Reading, second: Reading) -> tuple[list[float], list[float]]:
-    """What was read of each text, in the order of the texts."""
-    return [first.read[k] for k in sorted(first.read)], [second.read[k] for k in sorted(second.read)]
+def _values_of(first: Reading, second: Reading, paired: bool) -> tuple[list[float], list[float]]:
+    """What was read of each group of texts that were sent together: if ``paired``, in either run."""
+    both = apart_of([*first.together, *second.together], first.read)
+    groups = (both, both) if paired else (first.together, second.together)
+    one, two = ([fmean(run.read[k] for k in some) for some in g] for run, g in zip((first, second), groups))
+    return one, two
 
 
 def _incomparable(first: Reading | None, second: Reading | None, paired: bool) -> str:
@@ -207,8 +212,9 @@ def _incomparable(first: Reading | None, second: Reading | None, paired: bool) -
         return "read behind other keys, which differ in what is read"
     if paired and set(first.read) != set(second.read):
         return "some texts were measured in one run only"
-    if min(len(first.read), len(second.read)) < enough(paired):
-        return f"too few texts: at least {enough(paired)} are needed"
+    if min(map(len, _values_of(first, second, paired))) < enough(paired):
+        what = "updates" if any(r.level is not None and r.level.updates for r in (first, second)) else "texts"
+        return f"too few {what}: at least {enough(paired)} are needed"
     return ""
 
 

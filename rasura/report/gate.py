@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from rasura.core.errors import InputError
 from rasura.core.rounding import above, below, percent
-from rasura.report.verdicts import READS, Verdict, plain, texts_needed, unmeasured
+from rasura.report.pooled import texts_needed
+from rasura.report.verdicts import READS, Verdict, plain, unmeasured
 
 PASSED, ABOVE_LIMIT, NOT_JUDGED = 0, 3, 4
 """Exit codes: every judged column stays below; one is above; one could not be judged."""
@@ -104,10 +105,10 @@ def _why(v: Verdict, limit: float) -> str:
     if _guess(v) >= limit:
         return f"guessing alone scores {percent(_guess(v)):.0f} %, so no protection can pass"
     likely = need = texts_needed(limit)
-    n, many = (v.n, v.many) if not v.keys or v.n < v.keys else (v.keys, "keys")
+    n, many = v.draws, "keys" if v.draws == v.keys else v.many if v.draws == v.n else "updates"
     if n == v.keys == 1:
         return f"one key says nothing of another; at least {need} are needed (--keys)"
-    if v.risk < limit:  # an interval narrows with the root of the number of examples, or keys
+    if v.risk < limit:  # an interval narrows with the root of the number of draws
         likely = max(need, math.ceil(n * ((v.upper - v.risk) / (limit - v.risk)) ** 2))
     told = f"{n} {many} do not rule out a risk of up to {above(100 * v.upper, 3)} %"
     return f"{told}; at least {need} are needed, and roughly {likely} for scores like these"

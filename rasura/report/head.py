@@ -33,6 +33,13 @@ class Made:
         return found
 
     @property
+    def compositions(self) -> Mapping[str, str]:
+        """Why no differential privacy is proven for each protection, empty where it is; nothing of a run that did not store
+        it."""
+        found: Mapping[str, str] = self.about.get("compositions", {})
+        return found
+
+    @property
     def limit(self) -> float | None:
         """The last ``--fail-above`` of the run; None without one."""
         found: float | None = self.about.get("fail_above")

@@ -6,9 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rasura.report.missing import nothing_sent
+from rasura.report.pooled import texts_needed
 from rasura.report.readings import reading
 from rasura.report.scores import Record, about_texts, cells_of, gave_up, guessing, without_a_figure
-from rasura.report.verdicts import READS, Verdict, texts_needed, unmeasured, verdict
+from rasura.report.verdicts import READS, Verdict, unmeasured, verdict
 
 
 def point(
@@ -62,8 +63,9 @@ def bound(v: Verdict, at_most: float) -> dict[str, Any]:
         return {"bound": 1.0, "unjudged": []}
     why = [unmeasured(v.missing)] if v.missing else []
     need = texts_needed(at_most)
-    if v.n < need:
-        why.append(f"{v.n} {v.many}; at least {need} are needed to keep the upper bound at or below {100 * at_most:.3g} %")
+    if v.draws < need:
+        n = v.many if v.draws == v.n else "updates"
+        why.append(f"{v.draws} {n}; at least {need} are needed to keep the upper bound at or below {100 * at_most:.3g} %")
     return {"bound": None if why else v.upper, "unjudged": why}
 
 

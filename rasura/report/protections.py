@@ -107,34 +107,33 @@ def _guarantee(defense: str, made: Made) -> str:
     kinds = _promises(defense, made)
     further = [
         tell("{name}: its author states “{stated}”. Rasura did not check this.", name=name, stated=k["guarantee"])
-        if _states(k := made.protections[name])
-        else tell("Nothing is proven for {name}, a method of your own or of a plug-in, or for others beside it.", name=name)
-        for name in _others(defense, made)
-    ]
-    if any(PRIVATE in kind for kind in kinds):
-        further.append(tell("Epsilon was not computed in this run: it depends on the whole training (rasura account)."))
+        for name in names_of(defense) if (k := made.protections[name]).get("unchecked") and _states(k)
+    ]  # fmt: skip
+    if any(PRIVATE in kind for kind in _recorded(defense, made)):
+        if why := made.compositions.get(defense, recorded(UNKNOWN)):
+            further.append(tell("No differential privacy is stated: {why}.", why=why))
+        else:
+            further.append(tell("Epsilon was not computed in this run: it depends on the whole training (rasura account)."))
     said = "; ".join(map(recorded, kinds)) or tell("none; the verdict is empirical")
     return " ".join((f"{said}.", *further)) if kinds or further else said
 
 
 def _promises(defense: str, made: Made) -> list[str]:
-    """The formal guarantees that are recorded for the parts of ``defense``; of sealing, the one of its scheme.
+    """The formal guarantees of ``defense``: of its parts, without differential privacy where the ledger would state none for
+    the whole; of sealing, that of its scheme."""
+    proven = made.compositions.get(defense) == ""
+    kinds = [kind for kind in _recorded(defense, made) if proven or PRIVATE not in kind]
+    return [*kinds, *(sealed_promise(part) for part in parts_of(defense) if name_of(part) == "sealing")]
 
-    Beside a method that is not Rasura's own, no differential privacy: the ledger counts none there either.
-    """
-    known = [(part, made.protections.get(name_of(part), {})) for part in parts_of(defense)]
-    some = [(part, k["guarantee"]) for part, k in known if _states(k) and not k.get("unchecked")]
-    found = [sealed_promise(part) if name_of(part) == "sealing" else stated for part, stated in some]
-    return [promise for promise in found if PRIVATE not in promise or not _others(defense, made)]
+
+def _recorded(defense: str, made: Made) -> list[str]:
+    """What is recorded of the parts of ``defense`` that are Rasura's own, but of sealing."""
+    known = [made.protections.get(name, {}) for name in names_of(defense) if name != "sealing"]
+    return [one["guarantee"] for one in known if _states(one) and not one.get("unchecked")]
 
 
 def _states(known: Mapping[str, Any]) -> bool:
     return known.get("guarantee", "none") not in ("", "none")
-
-
-def _others(defense: str, made: Made) -> list[str]:
-    """The methods in ``defense`` that are not Rasura's own."""
-    return [name for name in names_of(defense) if made.protections.get(name, {}).get("unchecked")]
 
 
 def plot(rows: Sequence[Row], f: Findings, limit: float | None = None) -> dict[str, Any]:

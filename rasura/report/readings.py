@@ -8,14 +8,25 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from rasura.core.records import OPERATOR
 from rasura.report.language import tell
-from rasura.report.pooled import Level, crossed, interval, pooled
-from rasura.report.scores import BLIND, Cell, Record, gave_up, named_in_batch, notes_of, scored, shares_of
+from rasura.report.pooled import Level, crossed, interval
+from rasura.report.scores import (
+    BLIND,
+    Cell,
+    Record,
+    gave_up,
+    named_in_batch,
+    notes_of,
+    scored,
+    shares_of,
+    together,
+    updates_of,
+)
 
 PORTFOLIO = "best"
 """The attack that runs others and keeps one guess; what it ran stands in ``details["ran"]``, the winner in ``attack``."""
@@ -41,7 +52,7 @@ class Reading:
     guessing by a guess that is at least ``span``. ``ended``: updates of which every example was measured. ``ended_as``:
     status -> examples. ``named``, ``named_blind``: example -> the known shares of tokens in the guess, and in guessing's,
     that stand anywhere in the batch. ``keys``: of a protection of a service, the number of each key -> what ``read`` and
-    ``guessed`` say behind it.
+    ``guessed`` say behind it. ``together``: the measured examples, in the groups that were sent together (``together``).
     """
 
     attack: str
@@ -58,22 +69,23 @@ class Reading:
     named: Mapping[int, float] = field(default_factory=dict)
     named_blind: Mapping[int, float] = field(default_factory=dict)
     keys: Mapping[int, Mapping[int, tuple[float, float]]] = field(default_factory=dict)
+    together: tuple[tuple[int, ...], ...] = ()
 
     @cached_property
     def level(self) -> Level | None:
-        """What was read on average."""
-        if len(self.keys) < 2 or not self.read:
-            return pooled(self.read.values())
+        """What was read on average. Of updates with several examples each, the mean of the updates' means."""
         found = self._over(lambda read, _: read)
-        return None if found[0] != found[0] else Level(*found, max(self.read.values()), len(self.read))
+        if found[0] != found[0]:
+            return None
+        return Level(*found, max(self.read.values()), len(self.read), updates_of(self.together, len(self.read)))
 
     def _over(
         self, worth: Callable[[float, float], float], bounds: tuple[float, float] = (0.0, 1.0)
     ) -> tuple[float, float, float]:
-        """The mean of ``worth`` of what was read and guessed, with its interval: over the examples, or over these and the
-        keys where there are several."""
+        """The mean of ``worth`` of what was read and guessed, with its interval: over what was sent ``together``, since an
+        attack often reads all of an update or nothing, or over the examples and the keys where there are several."""
         if len(self.keys) < 2:
-            return interval((worth(self.read[n], self.guessed[n]) for n in sorted(self.read)), bounds)
+            return interval((_mean([worth(self.read[n], self.guessed[n]) for n in some]) for some in self.together), bounds)
         rows = (
             tuple(worth(*behind[n]) if n in behind else math.nan for n in sorted(self.read)) for behind in self.keys.values()
         )
@@ -98,12 +110,12 @@ class Reading:
     @cached_property
     def precise(self) -> bool:
         """Whether at least ``OWN`` of the tokens that it names stand in the batch, as far as that is known."""
-        return not self.named or _mean(self.named) >= OWN
+        return not self.named or _mean(self.named.values()) >= OWN
 
     @cached_property
     def inflated(self) -> bool:
         """Whether what it scores above guessing may come from naming more tokens than guessing, and fewer of them right."""
-        if self.precise or not self.named_blind or _mean(self.named) >= _mean(self.named_blind):
+        if self.precise or not self.named_blind or _mean(self.named.values()) >= _mean(self.named_blind.values()):
             return False
         return self.above or sum(self.gains) >= CLEARLY * len(self.gains) > 0
 
@@ -146,6 +158,7 @@ def reading(attack: str, records: Iterable[Record], cells: Mapping[Cell, tuple[i
     statuses: dict[str, set[int]] = defaultdict(set)
     named, blind = defaultdict[int, list[float]](list), defaultdict[int, list[float]](list)
     keys: dict[int, dict[int, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
+    records = list(records)
     for r in records:
         notes, found, cell = notes_of(r), scored(r, metric), (r["seed"], r["batch"])
         due = cells.get(cell, ())
@@ -182,6 +195,7 @@ def reading(attack: str, records: Iterable[Record], cells: Mapping[Cell, tuple[i
         {n: sum(some) / len(some) for n, some in named.items() if some},
         {n: sum(some) / len(some) for n, some in blind.items() if some},
         {key: _means(behind) for key, behind in keys.items()},
+        together(records, means),
     )  # fmt: skip
 
 
@@ -189,8 +203,8 @@ def _means(found: Mapping[int, Sequence[tuple[float, float]]]) -> dict[int, tupl
     return {n: (sum(v for v, _ in some) / len(some), sum(g for _, g in some) / len(some)) for n, some in found.items()}
 
 
-def _mean(found: Mapping[int, float]) -> float:
-    return sum(found.values()) / len(found)
+def _mean(found: Collection[float]) -> float:
+    return sum(found) / len(found)
 
 
 def readings(records: Iterable[Record], cells: Mapping[Cell, tuple[int, ...]], metric: str) -> dict[str, Reading]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 from rasura.core.errors import InputError
-from rasura.core.records import LABELS
-from rasura.report.pooled import Level, pooled, share
+from rasura.core.records import LABELS, OPERATOR
+from rasura.report.pooled import Level, interval, share
 
 Record = Mapping[str, Any]
 Cell = tuple[int, int]
@@ -16,6 +17,9 @@ Cell = tuple[int, int]
 
 Setting = tuple[str, int]
 """Threat model and batch size."""
+
+Groups = tuple[tuple[int, ...], ...]
+"""Examples that were sent together, a group each."""
 
 BLIND = "blind"
 
@@ -127,12 +131,46 @@ def named_in_batch(record: Record, notes: Sequence[int]) -> tuple[dict[int, floa
     return (dict.fromkeys(notes, min(1.0, sum(known))) if known else {}), {}
 
 
+def apart_of(sent: Iterable[Iterable[int]], measured: Container[int]) -> Groups:
+    """The ``measured`` examples in groups that share no update, by the examples that each update ``sent``.
+
+    What is read of one example says something of the others in its update, and so on over an example that two updates
+    share. Nothing that is read of one group says anything of another, as far as the examples are independent.
+    """
+    groups: list[set[int]] = []
+    for update in sent:
+        here = set(update)
+        mine = [g for g in groups if g & here]
+        groups = [g for g in groups if not g & here] + [here.union(*mine)]
+    kept = (tuple(sorted(n for n in g if n in measured)) for g in groups)
+    return tuple(sorted(some for some in kept if some))
+
+
+def together(records: Iterable[Record], measured: Iterable[int]) -> Groups:
+    """The ``measured`` examples in groups that share no update of ``records``. The notes of a service are read one by
+    one."""
+    records, there = list(records), set(measured)
+    if any(r["threat"] == OPERATOR for r in records):
+        return tuple((n,) for n in sorted(there))
+    return apart_of(map(notes_of, records), there)
+
+
+def updates_of(groups: Groups, n: int) -> int:
+    """The number of ``groups`` of ``n`` examples; 0 where each was sent by itself."""
+    return len(groups) if len(groups) < n else 0
+
+
 def guessing(records: Iterable[Record], metric: str) -> Level | None:
     """What guessing scores on the examples of ``records``."""
-    values: dict[int, list[float]] = defaultdict(list)
+    records, values = list(records), defaultdict[int, list[float]](list)
     for r in records:
         notes = notes_of(r)
         for note, value in zip(notes, shares_of(r["blind"], metric, len(notes))):
             if value is not None:
                 values[note].append(value)
-    return pooled(sum(some) / len(some) for some in values.values())
+    means = {note: fmean(some) for note, some in values.items()}
+    groups = together(records, means)
+    if not groups:
+        return None
+    found = interval(fmean(means[n] for n in some) for some in groups)
+    return Level(*found, max(means.values()), len(means), updates_of(groups, len(means)))

@@ -8,16 +8,13 @@ Whatever crashed, does not apply, or was not run makes the verdict ``not measure
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 from typing import Any
 
 from rasura.core.options import names_of
 from rasura.core.rounding import percent, percent_above
-from rasura.metrics.intervals import mean_interval
 from rasura.report.language import recorded, tell
 from rasura.report.missing import (
     AGAINST,
@@ -30,38 +27,18 @@ from rasura.report.missing import (
     nothing_sent,
     seen_to_work,
 )
-from rasura.report.pooled import Level
+from rasura.report.pooled import Level, in_updates, texts_needed
 from rasura.report.readings import CLEARLY, PORTFOLIO, Reading, readings
-from rasura.report.scores import Cell, Record, Setting, about_texts, cells_of, guessing, setting_of
+from rasura.report.scores import Cell, Record, Setting, about_texts, cells_of, guessing, setting_of, together, updates_of
 
 READS, ABOVE, NOT_MEASURED, NOT_TOLD = "reads", "above guessing", "not measured", "not told from guessing"
 WORDS = (READS, ABOVE, NOT_MEASURED, NOT_TOLD)
 """The verdicts, the worst first: that of several columns is the worst of theirs."""
 
 
-COUNTED = 10_000
-"""Up to so many examples, how many a limit needs is counted exactly."""
-
-
 def plain(defense: str) -> bool:
     """Whether ``defense`` is no protection at all."""
     return set(names_of(defense)) == {"none"}
-
-
-@cache
-def texts_needed(limit: float) -> int:
-    """Independent examples that it takes at least until the interval of a mean can end at or below ``limit``: none of them
-    read at all. No interval with 95 % coverage does with fewer than ``log(.025) / log(1 - limit)``; above ``COUNTED``, that
-    is given."""
-    few, many = 0, math.ceil(math.log(0.025) / math.log1p(-limit))
-    if many > COUNTED:
-        return many
-    while mean_interval([0.0] * many)[2] > limit:
-        few, many = many, 2 * many
-    while many - few > 1:
-        middle = (few + many) // 2
-        few, many = (middle, many) if mean_interval([0.0] * middle)[2] > limit else (few, middle)
-    return many
 
 
 def unmeasured(missing: Iterable[str]) -> str:
@@ -77,7 +54,8 @@ class Verdict:
 
     ``missing``: why it was not fully measured, in words; the verdict can still be that something was read. ``risk``: the
     mean share that the strongest attack read, ``upper``: where the interval of any attack and of guessing ends, ``excess``:
-    the upper end of what is read above guessing; None where no attack gave a figure. ``n``: examples, each counted once.
+    the upper end of what is read above guessing; None where no attack gave a figure. ``n``: examples, each counted once, and
+    ``updates``: in how many groups they were sent (``together``), or 0: each by itself.
     ``counted``: the yardsticks. ``columns``: of several threat models or batch sizes the verdict on each, the worst first;
     figures are then the highest of all, and ``attack``, ``whole`` and ``guess`` those of the worst. ``mixed``: how many of
     ``whole`` were read only among the words of other examples. ``proven``: how many are verified and yet not nearly whole.
@@ -100,6 +78,7 @@ class Verdict:
     mixed: int = 0
     proven: int = 0
     keys: int = 0
+    updates: int = 0
     inflated: tuple[str, ...] = ()
     cut: str = ""
     columns: tuple[Verdict, ...] = field(default=(), compare=False, repr=False)
@@ -115,6 +94,11 @@ class Verdict:
         return tuple(one for column in self.columns for one in column.settings) or (self,)
 
     @property
+    def draws(self) -> int:
+        """The independent draws that the figures rest on: examples, updates or keys, whichever are fewest."""
+        return min(self.n, self.updates or self.n, self.keys or self.n)
+
+    @property
     def read(self) -> float | None:
         """The risk, where it says something: all was measured, or so much was read."""
         return self.risk if self.word in (READS, ABOVE) else self._measured(self.risk)
@@ -128,7 +112,7 @@ class Verdict:
         return self._measured(self.upper)
 
     def within(self, limit: float, bound: float | None) -> bool:
-        """Whether ``bound`` is known and at most ``limit``. Below ``texts_needed(limit)`` examples, or keys, no bound is."""
+        """Whether ``bound`` is known and at most ``limit``. Below ``texts_needed(limit)`` draws, no bound is."""
         return not self.missing and self.keys != 1 and bound is not None and bound <= limit
 
     def meets(self, limit: float) -> bool:
@@ -154,7 +138,7 @@ class Verdict:
 
     @property
     def _rests_on(self) -> str:
-        word, many = recorded(self.word), recorded(self.many)
+        word, many, n = recorded(self.word), recorded(self.many), in_updates(self.n, self.updates)
         if self.word == READS and self.whole > self.mixed + self.proven:
             return tell(
                 "{word} ({attack}: {whole} of {n} {many} nearly whole)", word=word, attack=self.attack,
@@ -172,25 +156,27 @@ class Verdict:
             )  # fmt: skip
         guess = "" if self.guess is None else tell(", guessing {guess:.0f} %", guess=percent(self.guess.mean))
         if self.word != NOT_TOLD:
-            return f"{word} ({self.attack}: {percent(self.own.risk or 0):.0f} %{guess}, n = {self.n})"
+            return f"{word} ({self.attack}: {percent(self.own.risk or 0):.0f} %{guess}, n = {n})"
         few = "" if self.holds else tell("; too few or too uncertain to conclude that it holds")
         wanted = texts_needed(HOLDS_WITHIN)
         if self.n < wanted:
             few = tell("; too few to conclude that it holds, which takes {wanted}", wanted=wanted)
+        elif 0 < self.updates < wanted:
+            few = tell("; too few updates to conclude that it holds, which takes {wanted}", wanted=wanted)
         elif 0 < self.keys < wanted:
             few = tell("; too few keys to conclude that it holds, which takes {wanted}", wanted=wanted)
         bound = tell("upper bound {upper:.0f} %", upper=percent_above(1.0 if self.upper is None else self.upper))
         read = ""
         if self.guess is not None and (self.own.risk or 0.0) >= self.guess.mean + CLEARLY:
             read = tell("{attack} read {read:.0f} %, ", attack=self.attack, read=percent(self.own.risk or 0.0))
-        return f"{word} (n = {self.n}, {read}{bound}{guess}{few})"
+        return f"{word} (n = {n}, {read}{bound}{guess}{few})"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for ``summary.json``: no figure where it was not measured."""
         return {
-            "verdict": self.word, "says": self.says, "n": self.n, "risk": self.read, "upper": self.bound,
-            "excess": self._measured(self.excess), "holds": self.holds, "counted": list(self.counted),
-            "missing": list(self.missing),
+            "verdict": self.word, "says": self.says, "n": self.n, "draws": self.draws, "risk": self.read,
+            "upper": self.bound, "excess": self._measured(self.excess), "holds": self.holds,
+            "counted": list(self.counted), "missing": list(self.missing),
         }  # fmt: skip
 
 
@@ -222,12 +208,13 @@ def worst_of(found: Sequence[Verdict]) -> Verdict:
     """The worst of the verdicts on one protection, with the highest figures of all; what one is missing, it is missing."""
     worst = min(found, key=lambda v: (WORDS.index(v.word), -(v.risk or 0.0)))
     missing = tuple(dict.fromkeys(m for v in found for m in v.missing))
+    told = found if worst.word == NOT_TOLD else [worst]
 
     def most(values: Iterable[float | None]) -> float | None:
         return max((v for v in values if v is not None), default=None)
 
     return replace(
-        worst, missing=missing, n=min(v.n for v in found) if worst.word == NOT_TOLD else worst.n,
+        worst, missing=missing, n=min(v.n for v in told), updates=min(v.updates or v.n for v in told),
         risk=most(v.risk for v in found), upper=most(v.upper for v in found), excess=most(v.excess for v in found),
         inflated=tuple(dict.fromkeys(a for v in found for a in v.inflated)),
         columns=(worst, *(v for v in found if v is not worst)),
@@ -284,6 +271,7 @@ def _of_column(defense: str, records: Sequence[Record], baseline: Sequence[Recor
         len(strongest.mixed) if strongest is not None else 0,
         len(strongest.proven) if strongest is not None else 0,
         keys=max((len(r.keys) for r in here.values()), default=0),
+        updates=updates_of(together(records, notes), len(notes)),
         inflated=tuple(a for a, r in here.items() if r.inflated),
     )
 

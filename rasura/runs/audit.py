@@ -43,7 +43,7 @@ from rasura.runs.audit_data import AuditData, encoded_data, given_texts, load_da
 from rasura.runs.audit_models import AuditModels, load_language_model, load_victim, on_cpu
 from rasura.runs.cells import Cell, by_step, enumerated
 from rasura.runs.chosen_methods import chosen_methods
-from rasura.runs.described import code_of, describe_run, own_methods
+from rasura.runs.described import code_of, describe_run, own_methods, unproven
 from rasura.runs.estimate import FIRST, all_seconds, image_seconds, load_of, measured_step
 from rasura.runs.guesses import well_formed
 from rasura.runs.lending import Lending
@@ -120,7 +120,7 @@ class Audit:
         """Store what the run is of. Raises ``InputError`` if ``store`` holds results of other weights, texts or methods."""
         fixed = {**self.data.fixed(self.plan.skip), **self.lending.fixed, "code of own methods": code_of(self.own)}
         describe_run(store, self.victim, len(self.cells), self.defenses, self.methods.defenses, self.attacks,
-                     self.methods.attacks, fixed)  # fmt: skip
+                     self.methods.attacks, fixed, unproven(self.defenses))  # fmt: skip
 
     def left(self, store: RunStore) -> list[list[Cell]]:
         """The cells that ``store`` lacks, grouped by the step that they share."""

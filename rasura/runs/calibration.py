@@ -27,9 +27,10 @@ from rasura.registry import Family, family, parse_defense
 from rasura.report.calibration import recommendation
 from rasura.report.cut import OF_WHAT_IS_LEFT, cut_off
 from rasura.report.levels import point, yardstick
+from rasura.report.pooled import texts_needed
 from rasura.report.search import UNPROTECTED, holds, least, not_found, searchable, why_not
 from rasura.report.training import JUDGED
-from rasura.report.verdicts import READS, plain, texts_needed, unmeasured
+from rasura.report.verdicts import READS, plain, unmeasured
 from rasura.runs.audit import Audit
 from rasura.runs.audit_data import AuditData, different, load_data, without
 from rasura.runs.calibration_plan import CalibrationPlan
@@ -255,7 +256,7 @@ class Calibration:
 
     def too_few(self) -> list[str]:
         """The note for the case that there are too few texts to decide about the target."""
-        need, at_most = texts_needed(self.wanted.at_most), self.wanted.at_most
+        need, at_most = texts_needed(self.wanted.at_most) * self.plan.batch_sizes[0], self.wanted.at_most
         if need <= self.n_different:
             return []
         why = f"even if nothing is recovered, the upper bound is above {100 * at_most:.3g} %"

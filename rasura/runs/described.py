@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from rasura.accounting.compositions import composition
+from rasura.core.interfaces import Defense
 from rasura.core.options import names_of
 from rasura.core.run_store import RunStore
 from rasura.core.specs import AttackSpec, DefenseSpec, MethodSpec, ServiceAttackSpec, ServiceProtectionSpec
@@ -23,10 +25,12 @@ def describe_run(
     attacks: Iterable[str],
     known: Mapping[str, AttackSpec] | Mapping[str, ServiceAttackSpec],
     fixed: Mapping[str, str | Mapping[str, str]],
+    compositions: Mapping[str, str] | None = None,
 ) -> None:
     """Store the fingerprints of ``victim``, the number of ``cells`` that the run has, from the specs what each of
     ``protections`` and ``attacks`` is, and ``fixed``: by name, fingerprints of what else all results depend on. A guarantee
-    is stored as ``unchecked`` where the method is not Rasura's own.
+    is stored as ``unchecked`` where the method is not Rasura's own. ``compositions``: why no differential privacy is proven
+    for each whole protection; empty where it is.
 
     The weights are hashed at each call, since they may have changed after the last one. Raises ``InputError`` if the folder
     holds results of other weights, or of anything else that is fixed: a run must not mix two.
@@ -40,8 +44,21 @@ def describe_run(
     }
     reads = {name: {"about": known[name].about, "source": known[name].source} for name in attacks if name in known}
     model = of_model(victim)
-    about = {**model, **fixed, "cells": cells, "protections": told, "attacks": reads}
+    about = {
+        **model,
+        **fixed,
+        "cells": cells,
+        "protections": told,
+        "attacks": reads,
+        "compositions": dict(compositions or {}),
+    }
     store.describe(about, fixed=(*model, *fixed))
+
+
+def unproven(defenses: Mapping[str, Defense]) -> dict[str, str]:
+    """Why the ledger states no differential privacy for each of ``defenses``, by its text; empty where it does."""
+    found = {text: composition([one.counted for one in parts]) for text, parts in defenses.items()}
+    return {text: "" if one.verdict == "proven" else one.why for text, one in found.items()}
 
 
 def of_model(victim: Victim) -> dict[str, str | Mapping[str, str]]:
