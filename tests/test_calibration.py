@@ -260,6 +260,7 @@ def test_utility_and_what_it_guarantees(model_folder: Path, notes: Path, tmp_pat
     ("change", "message"),
     [
         ({"risk": "rougeK"}, "unknown risk 'rougeK'; did you mean rouge"),
+        ({"risk": "embedding_distance"}, "risk is embedding_distance, of which less means that more was read"),
         ({"at_most": 1.0}, "at-most is 1.0; expected a fraction above 0 and below 1"),
         ({"at_most": 0.0}, "at-most is 0.0"),
         ({"steps": -1}, "steps is -1"),

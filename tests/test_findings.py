@@ -148,9 +148,9 @@ def test_a_note_with_names_counts_once_and_where_an_attack_gave_no_figure() -> N
         )
 
     rows = [seen(0, 1, 1.0), seen(0, 4, 0.5), seen(1, 1, 0.5), seen(1, 4, 0.5), seen(2, 1, None), seen(2, 4, None)]
-    assert (
-        findings(rows).sentence[-1]
-        == "Every name, number and date that the rules find was recovered in 1 of the 3 notes with any."
+    assert findings(rows).sentence[-2:] == (
+        "Every name, number and date that the rules find was recovered in 1 of the 2 notes with any.",
+        "Of the notes with any, 1 have no figure.",
     )
 
 

@@ -288,3 +288,24 @@ def test_a_bound_says_why_it_is_none() -> None:
 def test_what_a_bound_is(v: Verdict, expected: float | None) -> None:
     found = bound(v, 0.2)
     assert found["bound"] == expected and bool(found["unjudged"]) == (expected is None)
+
+
+def test_no_setting_holds_by_another_metric_where_every_word_is_read() -> None:
+    """``rougeL``, the usual risk, called a protection enough under which an attack named every word of every note."""
+    from rows import GUESS, MANY, record
+
+    def named(attack: str, defense: str, words: float, order: float) -> list[dict[str, Any]]:
+        def both(a: float, b: float) -> dict[str, Any]:
+            return {"token_recall": {"per_record": [a]}, "rougeL": {"per_record": [b]}}
+
+        return [
+            record(attack, defense, note=k, scores=both(words, order), blind=both(GUESS, 0.1), sent_bytes=1)
+            for k in range(MANY)
+        ]
+
+    base = [*named("span", "none", 1.0, 1.0), *named("embedding-rows", "none", 1.0, 0.3)]
+    for words, judged in ((1.0, (READS, 1.0)), (GUESS, (NOT_TOLD, None))):
+        rows = [*named("span", "dropout:0.1", GUESS, 0.1), *named("embedding-rows", "dropout:0.1", words, 0.1)]
+        found = point("dropout:0.1", rows, base, ["span", "embedding-rows"], "rougeL", 0.5)
+        assert found["verdict"]["verdict"] == judged[0]
+        assert found["bound"] == judged[1] if judged[1] else found["bound"] < 0.5

@@ -21,11 +21,11 @@ from rasura.core.values import Task
 from rasura.metrics.intervals import mean_interval
 from rasura.registry import ATTACKS, DEFENSES, adversaries
 from rasura.report.findings import findings, summarise
-from rasura.report.gate import NOT_JUDGED, gate
+from rasura.report.gate import ABOVE_LIMIT, NOT_JUDGED, gate
 from rasura.report.missing import HOLDS_WITHIN
 from rasura.report.pooled import Level, pooled, texts_needed
 from rasura.report.readings import reading
-from rasura.report.scores import NAMED, gave_up, notes_of, scored
+from rasura.report.scores import NAMED, NAMED_BLIND, gave_up, notes_of, scored
 from rasura.report.verdicts import (
     ABOVE,
     NOT_MEASURED,
@@ -384,6 +384,40 @@ def test_a_verdict_in_plain_values() -> None:
     crashed = of([*READ, *column("span", "dropout:0.1", [None], "crashed")], "dropout:0.1")
     assert crashed.to_dict()["missing"] == list(crashed.missing) and len(crashed.missing) == 2
     assert (crashed.attack, crashed.whole, crashed.guess) == ("", 0, pooled([GUESS]))
+
+
+def test_notes_that_are_proven_stay_read_where_the_same_attack_names_every_word_of_others() -> None:
+    """Fifteen notes at which it named the whole vocabulary hid five that it had proven: «not measured»."""
+
+    def named(rows: list[dict[str, Any]], shares: Sequence[float]) -> list[dict[str, Any]]:
+        told = ({NAMED: [share], NAMED_BLIND: [0.3]} for share in shares)
+        return [{**r, "details": some} for r, some in zip(rows, told, strict=True)]
+
+    shares = [*[1.0] * 5, *[0.01] * 15]
+    rows = named(column("span", "fp16", [1.0] * 20), shares)
+    rows = [{**r, "confidence": "verified" if k < 5 else "none"} for k, r in enumerate(rows)]
+    base = column("span", "none", [1.0] * 20)
+    found = of([*base, *rows], "fp16")
+    assert (found.word, found.whole) == (READS, 5) and found.missing
+    assert found.risk == pytest.approx((5 + 15 * GUESS) / 20), "elsewhere it counts as guessing"
+    assert gate({"fp16": found}, 0.9).exit == ABOVE_LIMIT
+    alone = of([*base, *named(column("span", "fp16", [1.0] * 20), [0.01] * 20)], "fp16")
+    assert alone.word == NOT_MEASURED and alone.read is None
+
+
+def test_an_attack_that_names_every_word_at_one_batch_size_keeps_its_figure_at_the_other() -> None:
+    """The page gave 25 % of a weaker attack beside the verdict that every note was read; without one, it crashed."""
+    proven = [{**r, "confidence": "verified"} for d in ("none", "fp16") for r in column("span", d, [1.0] * 20)]
+    four = [
+        {**r, "batch_size": 4, "details": {NAMED: [0.01], NAMED_BLIND: [0.3]} if d == "fp16" else {}}
+        for d in ("none", "fp16") for r in column("span", d, [1.0] * 20)
+    ]  # fmt: skip
+    weak = [r for d in ("none", "fp16") for r in column("tag", d, [0.25] * 20)]
+    for rows in ([*proven, *four], [*proven, *four, *weak]):
+        found = findings(rows)
+        entry = found.best["fp16"]
+        assert found.verdicts["fp16"].word == READS and entry.attack == "span" and entry.level is not None
+        assert entry.level.mean == 1.0 and "100 %" in found.recommendation
 
 
 # --- texts count once

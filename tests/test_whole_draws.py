@@ -107,6 +107,20 @@ def test_a_collate_function_that_sorts_rows_is_refused_where_they_are_persons() 
     private.model(**next(iter(private.loader))).loss.backward()
 
 
+def test_a_collate_function_that_sorts_some_batches_is_refused_there() -> None:
+    """The first eight rows of the data set were alike, so that sorting them showed nothing."""
+
+    def by_feature(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+        return stacked(sorted(rows, key=lambda r: -float(r["features"][2])))
+
+    rows: Any = [{**r, "features": r["features"] * torch.tensor([1.0, 1.0, k >= 8])} for k, r in enumerate(FEATURES)]
+    loader: Any = DataLoader(rows, 4, collate_fn=by_feature)
+    private = rasura.protect_training(Linear(3), None, loader, "dp-sgd:1.0", epochs=2, unit=[k // 10 for k in range(40)])
+    with pytest.raises(InputError, match=r"changes the order of the rows \("):
+        for batch in private.loader:
+            private.model(**batch).loss.backward()
+
+
 @pytest.mark.parametrize("defense", DEFENSES)
 def test_no_batch_is_left_out_for_its_loss(defense: str) -> None:
     """Which steps were missing said who was there."""
@@ -279,12 +293,31 @@ def test_marks_tell_rows_apart_whatever_they_are_made_of(made: Callable[[Tensor]
     assert marks({"x": values[:0]}, 0)["x"].shape == (0,)
 
 
-def test_a_changed_row_is_named_and_other_entries_are_not_compared() -> None:
+def test_an_entry_under_a_new_name_needs_values_that_were_handed_out() -> None:
+    """A text from elsewhere was in each of 100 steps, under another name than the loader's, and epsilon was that of one step
+    in fifty."""
+    ids, mask = torch.tensor([[5, 6, 7], [8, 9, 0]]), torch.tensor([[1, 1, 1], [1, 1, 0]])
+    batch = {"input_ids": ids, "attention_mask": mask}
+    before = marks(batch, 2)
+
+    def new(values: Tensor) -> tuple[str, int] | None:
+        return changed(before, [0, 1], {**batch, "new": values})
+
+    assert new(ids) is None and changed(before, [0, 1], {"renamed": ids}) is None
+    assert new(torch.ones_like(ids)) is None and new(torch.zeros(2)) is None
+    assert new(ids.masked_fill(mask == 0, -100)) is None, "labels of a language model"
+    assert new(torch.tensor([[5, 6, 7], [5, 6, 7]])) == ("new", 1), "a row of another text"
+    assert new(ids.float() - ids.float().mean(0)) == ("new", 0), "it depends on the other rows"
+    assert new(ids.masked_fill(ids > 8, -100)) == ("new", 1), "which words count may depend on the batch"
+    assert new(torch.full((2, 3), 7)) == ("new", 0) and new(torch.rand(3, 2)) == ("new", 0)
+
+
+def test_a_changed_row_is_named() -> None:
     batch = {"x": torch.arange(12).view(3, 4), "y": torch.arange(3)}
     before = marks(batch, 3)
     assert changed(before, [0, 1, 2], batch) is None
     assert changed(before, [2, 0, 1], {n: t[[2, 0, 1]] for n, t in batch.items()}) is None
-    assert changed(before, [0, 1, 2], {"x": batch["x"].to(torch.int32), "z": torch.ones(3)}) is None
+    assert changed(before, [0, 1, 2], {"x": batch["x"].to(torch.int32)}) is None
     assert changed(before, [0, 1, 2], {**batch, "y": torch.tensor([0, 1, 1])}) == ("y", 2)
     assert changed(before, [0, 1, 2], {**batch, "x": batch["x"][:, [0, 1, 3, 2]]}) == ("x", 0)
     assert changed(before, [0, 1, 2], {**batch, "x": batch["x"][:2]}) == ("x", 0)

@@ -38,7 +38,9 @@ def entry_of(
     """The entry of ``attack`` under ``defense``, by its ``records``. ``notes``: how many examples the column has in each
     setting. ``of_text``: false of an attack that names labels alone, which has no figure here."""
     settings = _by_setting(records)
-    levels = {place: reading(attack, some, {}, metric).level if of_text else None for place, some in settings.items()}
+    levels = {
+        place: reading(attack, some, {}, metric).counted.level if of_text else None for place, some in settings.items()
+    }
     answered = {place: any(r["status"] == "ok" and not gave_up(r) for r in some) for place, some in settings.items()}
     # Where it gave up, its level is that of guessing.
     place = max(levels, key=lambda p: (answered[p], -1.0 if (level := levels[p]) is None else level.mean))

@@ -55,8 +55,7 @@ def findings(
     best: dict[str, Entry] = {}
     verdicts = {c: _verdict(by_column[c], every, metric, images) for c in columns}
     for c in columns:
-        # Guessing is what the attacks are compared with, not one of them; nor is one that names more words than it.
-        own = [a for a in attacks if a != BLIND and a not in verdicts[c].inflated]
+        own = [a for a in attacks if a != BLIND]  # guessing is what the attacks are compared with, not one of them
         means = {a: e.level.mean for a in own if (e := matrix.get((a, c))) and e.level}
         if means:
             best[c] = matrix[max(means, key=means.__getitem__), c]

@@ -9,6 +9,7 @@ from rasura.report.missing import nothing_sent
 from rasura.report.pooled import texts_needed
 from rasura.report.readings import reading
 from rasura.report.scores import Record, about_texts, cells_of, gave_up, guessing, without_a_figure
+from rasura.report.sentence import HEADLINE
 from rasura.report.verdicts import READS, Verdict, unmeasured, verdict
 
 
@@ -21,7 +22,8 @@ def point(
     nothing.
 
     ``baseline``: Records of the same updates without protection. A text counts once, with the mean over seeds. An attack
-    that gave up, or named no text, has the score of guessing. ``bound`` is for the search, see there.
+    that gave up, or named no text, has the score of guessing. ``bound`` is for the search, see there. Whatever ``risk``
+    is, the verdict is ``reads`` where an audit's is: an attack may name every word and leave a low ROUGE.
     """
     levels = []
     records, baseline = (about_texts(some, [*records, *baseline]) for some in (records, baseline))
@@ -30,12 +32,15 @@ def point(
         levels.append({"attack": "blind", **guess.__dict__, "failed": 0, "cells": len(cells_of(records, risk))})
     for name in attacks:
         tried = [r for r in records if r["attack"] == name]
-        read = reading(name, tried, cells_of(records, risk), risk)
+        read = reading(name, tried, cells_of(records, risk), risk).counted
         if read.level is not None:
             silent = {"failed": sum(map(gave_up, tried)), "cells": len(tried)}
             levels.append({"attack": name, **read.level.__dict__, **silent, "works": read.yardstick})
     sent = [r for r in records if r["sent_bytes"]]
     found = verdict(setting, records, baseline, risk, images=images)
+    if not images and found.word != READS:
+        words = verdict(setting, records, baseline, HEADLINE)
+        found = words if words.word == READS else found
     count = len(without_a_figure(records, risk))
     blank = [f"{count} {found.many} could not be scored and do not count: {risk} has no value for them"] if count else []
     return {

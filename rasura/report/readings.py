@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from rasura.core.records import OPERATOR
@@ -118,6 +118,14 @@ class Reading:
         if self.precise or not self.named_blind or _mean(self.named.values()) >= _mean(self.named_blind.values()):
             return False
         return self.above or sum(self.gains) >= CLEARLY * len(self.gains) > 0
+
+    @cached_property
+    def counted(self) -> Reading:
+        """What counts of it: if it is ``inflated``, guessing wherever its guess names mostly tokens that are not there."""
+        if not self.inflated:
+            return self
+        kept = {n: v if self.named.get(n, 1.0) >= OWN else self.guessed[n] for n, v in self.read.items()}
+        return replace(self, read=kept, named={}, named_blind={})
 
     @property
     def reads(self) -> bool:

@@ -9,7 +9,7 @@ from rasura.report.cut import OF_WHAT_IS_LEFT, cut_off
 from rasura.report.labels import label_sentence
 from rasura.report.language import recorded, tell
 from rasura.report.matrix import IMAGES, Entry, Findings
-from rasura.report.scores import notes_of, setting_of
+from rasura.report.scores import gave_up, notes_of, setting_of, shares_of
 
 HEADLINE, RISK = "token_recall", "bag_f1"
 """The headlines of audits of updates and of model services. The second is of tokens wherever they stand: every attack on a
@@ -67,15 +67,7 @@ def sentence(f: Findings, records: Sequence[Mapping[str, Any]]) -> list[str]:
     if entry.coverage:
         out.append(covered(*entry.coverage, words.many))
     out += [*blank, tell("Guessing without the update: {level}.", level=f.blind.text)]
-    sensitive = _sensitive(r for r in here if r["attack"] == entry.attack)
-    if sensitive:
-        whole = sum(v >= 1.0 for v in sensitive)
-        out.append(
-            tell(
-                "Every name, number and date that the rules find was recovered in {whole} of the {n} notes with any.",
-                whole=whole, n=len(sensitive),
-            )
-        )  # fmt: skip
+    out += _named([r for r in here if r["attack"] == entry.attack])
     return [*out, *unknown_words(records), *_unruled(records), *labels]
 
 
@@ -126,16 +118,26 @@ def unknown_words(records: Sequence[Mapping[str, Any]]) -> list[str]:
     ]  # fmt: skip
 
 
-def _sensitive(records: Iterable[Mapping[str, Any]]) -> list[float]:
-    """Of each note with names, numbers or dates, the largest share that came back from an update; 0 without a figure.
-    A note that stands in several updates counts once."""
+def _named(records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """In how many of the notes with names, numbers or dates an attack recovered all of them, by its ``records``. A note that
+    stands in several updates counts once; one on which the attack gave up has what guessing recovered."""
     found: dict[int, float] = {}
+    there: set[int] = set()
     for r in records:
-        for side in ("blind", "scores"):
-            for note, value in zip(notes_of(r), r[side].get("sensitive", {}).get("per_record", [])):
-                if value is not None:
-                    found[note] = max(found.get(note, 0.0), value if side == "scores" else 0.0)
-    return list(found.values())
+        notes = notes_of(r)
+        guessed, read = (shares_of(r[side], "sensitive", len(notes)) for side in ("blind", "scores"))
+        there.update(n for n, *values in zip(notes, guessed, read) if values != [None, None])
+        known = guessed if gave_up(r) else read if r["status"] == "ok" else []
+        found |= {n: max(found.get(n, 0.0), v) for n, v in zip(notes, known) if v is not None}
+    whole, left = sum(v >= 1.0 for v in found.values()), len(there) - len(found)
+    said = [
+        tell(
+            "Every name, number and date that the rules find was recovered in {whole} of the {n} notes with any.",
+            whole=whole, n=len(found),
+        )
+    ]  # fmt: skip
+    more = tell("Of the notes with any, {left} have no figure.", left=left)
+    return [*(said if found else []), *([more] if left else [])]
 
 
 def where(column: str) -> str:

@@ -59,8 +59,8 @@ class Verdict:
     ``counted``: the yardsticks. ``columns``: of several threat models or batch sizes the verdict on each, the worst first;
     figures are then the highest of all, and ``attack``, ``whole`` and ``guess`` those of the worst. ``mixed``: how many of
     ``whole`` were read only among the words of other examples. ``proven``: how many are verified and yet not nearly whole.
-    ``keys``: of a protection of a service, behind how many keys; one key says nothing of others. ``inflated``: attacks whose
-    figures come from naming more words than guessing. ``cut``: that examples had been cut before they were sent, in words.
+    ``keys``: of a protection of a service, behind how many keys; one key says nothing of others. ``cut``: that
+    examples had been cut before they were sent, in words.
     """
 
     word: str
@@ -79,7 +79,6 @@ class Verdict:
     proven: int = 0
     keys: int = 0
     updates: int = 0
-    inflated: tuple[str, ...] = ()
     cut: str = ""
     columns: tuple[Verdict, ...] = field(default=(), compare=False, repr=False)
 
@@ -216,7 +215,6 @@ def worst_of(found: Sequence[Verdict]) -> Verdict:
     return replace(
         worst, missing=missing, n=min(v.n for v in told), updates=min(v.updates or v.n for v in told),
         risk=most(v.risk for v in found), upper=most(v.upper for v in found), excess=most(v.excess for v in found),
-        inflated=tuple(dict.fromkeys(a for v in found for a in v.inflated)),
         columns=(worst, *(v for v in found if v is not worst)),
     )  # fmt: skip
 
@@ -248,7 +246,7 @@ def _of_column(defense: str, records: Sequence[Record], baseline: Sequence[Recor
         *no_active_attack(records, finished, yardsticks),
         *not_by_one_who_knows(adversaries_of(names_of(defense), records), here, finished, yardsticks, images),
     ]
-    told = [(r, r.level) for r in here.values() if r.level is not None and not r.inflated]
+    told = [(r, r.level) for r in (one.counted for one in here.values()) if r.level is not None]
     guess = guessing(records, metric)
     strongest = max(told, key=lambda one: (one[0].reads, one[0].works, one[1].mean))[0] if told else None
     word = NOT_MEASURED if missing else NOT_TOLD
@@ -272,7 +270,6 @@ def _of_column(defense: str, records: Sequence[Record], baseline: Sequence[Recor
         len(strongest.proven) if strongest is not None else 0,
         keys=max((len(r.keys) for r in here.values()), default=0),
         updates=updates_of(together(records, notes), len(notes)),
-        inflated=tuple(a for a, r in here.items() if r.inflated),
     )
 
 

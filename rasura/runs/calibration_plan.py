@@ -8,6 +8,7 @@ from typing import Any
 from rasura.core.interfaces import InputError
 from rasura.core.options import known
 from rasura.registry import METRICS, family, for_task, usual_metrics
+from rasura.report.sentence import HEADLINE
 from rasura.runs.plans import Plan
 from rasura.victims.recipe import Recipe
 
@@ -36,6 +37,8 @@ class CalibrationPlan:
         """This plan with the metrics it needs. Raises ``InputError`` if it is wrong."""
         images = self.plan.task == "vision"
         bare = known("risk", self.risk, ("ssim",) if images else for_task(METRICS, "classification"))
+        if getattr(METRICS[bare].make, "higher_is", "worse") != "worse":
+            raise InputError(f"risk is {self.risk}, of which less means that more was read; choose a share that was read")
         if not 0 < self.at_most < 1:
             raise InputError(f"at-most is {self.at_most}; expected a fraction above 0 and below 1")
         if self.steps < 0:
@@ -55,6 +58,7 @@ class CalibrationPlan:
             if (self.train or self.plan.data) is None:
                 raise InputError("--utility needs texts to train on; pass FILE or --train")
         metrics = self.plan.metrics if images or bare in usual_metrics() else (*usual_metrics(), bare)
+        metrics = metrics if images else tuple(dict.fromkeys((*metrics, HEADLINE)))  # no setting holds whose words are read
         for text in self.plan.defenses:
             family(text)
         if len(set(self.plan.defenses)) < len(self.plan.defenses) or not self.plan.defenses:

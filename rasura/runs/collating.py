@@ -16,9 +16,6 @@ from rasura.runs.marks import marks
 
 Collate = Callable[[list[Any]], Any]
 
-SOME = 8
-"""Number of rows that show whether a collate function keeps their order."""
-
 
 class Numbered(Dataset[Any]):
     """Rows, each with its number."""
@@ -40,17 +37,17 @@ class Numbered(Dataset[Any]):
 
 def numbering(loader: Any, masked: bool, entries: Mapping[str, Sequence[int] | None]) -> Collate:
     """The collate function of ``loader`` for rows of ``Numbered``. ``entries``: what a batch says of its rows beside their
-    tensors, by name; one figure for each row of the data set, or None for the row's number. ``masked``: as ``with_mask``. A
+    tensors, by name; one figure for each row of the data set, or None for the row's number. With figures, each batch is
+    checked by ``check_order``. ``masked``: as ``with_mask``. A
     batch without rows has the tensors of the first row, with zero rows."""
     collate: Collate = loader.collate_fn
     return partial(_with_numbers, partial(with_mask, collate) if masked else collate, loader.dataset, entries)
 
 
-def check_order(loader: Any) -> None:
-    """Raises ``InputError`` where the collate function of ``loader`` puts rows in an order of its own: they would be taken
-    for other persons' rows. A few rows are collated in both directions."""
-    rows = [loader.dataset[k] for k in range(min(SOME, len(loader.dataset)))]
-    one, other = (loader.collate_fn(some) for some in (rows, rows[::-1]))
+def check_order(collate: Collate, rows: Sequence[Any], batch: Any = None) -> None:
+    """Raises ``InputError`` where ``collate`` puts ``rows`` in an order of its own: they would be taken for other persons'
+    rows. They are collated in both directions. ``batch``: what it makes of them as they are, if that is known."""
+    one, other = collate(list(rows)) if batch is None else batch, collate(list(rows)[::-1])
     if not isinstance(one, Mapping) or not isinstance(other, Mapping):
         return  # refused at the first batch
     first, second = marks(one, len(rows)), marks(other, len(rows))
@@ -77,7 +74,10 @@ def with_mask(collate: Collate, rows: list[Any]) -> Any:
 def _with_numbers(
     collate: Collate, data: Any, entries: Mapping[str, Sequence[int] | None], rows: list[tuple[Any, int]]
 ) -> Any:
-    batch = collate([row for row, _ in rows]) if rows else _emptied(collate([data[0]]))
+    there = [row for row, _ in rows]
+    batch = collate(there) if rows else _emptied(collate([data[0]]))
+    if len(rows) > 1 and any(of is not None for of in entries.values()):
+        check_order(collate, there, batch)
     if not isinstance(batch, Mapping):
         raise InputError(f"a batch of {type(batch).__name__} cannot say which rows it holds; let the collate function "
             "return a dictionary")  # fmt: skip

@@ -27,6 +27,9 @@ OWNER = "rasura_owner"
 ROW = "rasura_row"
 """The entry of a batch that says which rows of the data set it holds, ``(rows,)`` int64."""
 
+SOME = 8
+"""Number of rows that are collated before the training, to refuse a collate function that sorts as early as possible."""
+
 ONCE = (
     "each batch of the loader that protect_training returned gets one backward pass, whole, unchanged and in the order of "
     "the loader, whatever its loss is. None is left out, used twice or split (for the memory, pass physical_batch_size). To "
@@ -107,7 +110,7 @@ class DrawnLoader(DataLoader[Any]):
     ) -> None:  # fmt: skip
         data, size = checked_loader(loader)
         if owners is not None:
-            check_order(loader)
+            check_order(loader.collate_fn, [data[k] for k in range(min(SOME, len(data)))])
         count = len(data) if owners is None else len(set(owners))
         self.drawn, self.ledger, self.owners = Batches(count, size, rng, poisson=poisson, owners=owners), ledger, owners
         self.turn = Pass(self.drawn)
@@ -218,8 +221,9 @@ def check_values(handed: Marks, drawn: Sequence[int], rows: Sequence[int], input
     places = {row: place for place, row in enumerate(drawn)}
     found = changed(handed, [places[row] for row in rows], inputs)
     if found is not None:
+        has = "is not as the loader handed it out" if found[0] in handed else "is in no batch that the loader handed out"
         raise InputError(
-            f"{found[0]} of row {rows[found[1]]} is not as the loader handed it out. What a text becomes must depend on "
+            f"{found[0]} of row {rows[found[1]]} {has}. What a text becomes must depend on "
             "that text alone: change it in the data set or in the collate function"
         )
 

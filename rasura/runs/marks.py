@@ -52,16 +52,37 @@ def texts_of(data: Any, collate: Callable[[list[Any]], Any]) -> Iterator[int | N
 
 
 def changed(before: Marks, order: Sequence[int], batch: Mapping[str, Tensor]) -> tuple[str, int] | None:
-    """The first entry of ``batch`` that was handed out with other values, and the first such row; None if all are as
-    they were. ``order``: which row of ``before`` each row of ``batch`` is. Entries of only one of both are not compared."""
-    now = marks({n: t for n, t in batch.items() if n in before}, len(order))
-    for name in before:
-        if name in batch:
-            found = now.get(name)
-            differs = torch.ones(1) if found is None else found != before[name][list(order)]
-            if bool(differs.any()):
-                return name, int(differs.nonzero()[0])
+    """The first entry of ``batch`` that has other values than were handed out, and the first such row; None if there is
+    none. ``order``: which row of ``before`` each row of ``batch`` is. Entries of ``before`` alone are not compared.
+
+    An entry under a new name needs the values of some entry that was handed out, zeros or ones throughout, or those of
+    another entry of ``batch`` with -100 wherever its attention mask is 0, as labels of a language model.
+    """
+    handed = {name: mark[list(order)] for name, mark in before.items()}
+    now = marks(batch, len(order))
+    for name, values in batch.items():
+        found = now.get(name)
+        if name not in handed and (_plain(values) or _ignoring(values, batch, handed)):
+            continue
+        known = [handed[name]] if name in handed else list(handed.values())
+        differs = [torch.ones(1) if found is None else found != one for one in known] or [torch.ones(1)]
+        if all(bool(one.any()) for one in differs):
+            return name, int(min(differs, key=lambda one: int((one != 0).sum())).nonzero()[0])
     return None
+
+
+def _plain(values: Tensor) -> bool:
+    return not values.numel() or bool((values == 0).all()) or bool((values == 1).all())
+
+
+def _ignoring(values: Tensor, batch: Mapping[str, Tensor], handed: Marks) -> bool:
+    """Whether ``values`` are those of an entry that was handed out, with -100 exactly where the attention mask, which was
+    handed out too, is 0."""
+    mask = batch.get("attention_mask")
+    if mask is None or "attention_mask" not in handed or mask.shape != values.shape:
+        return False
+    there = [t for n, t in batch.items() if n in handed and t.shape == values.shape]
+    return any(torch.equal(values, t.masked_fill(mask == 0, -100)) for t in there)
 
 
 def _marks(values: Tensor) -> Tensor:
