@@ -14,7 +14,11 @@ from rasura.cli import app
 pytest.importorskip("dp_accounting")
 
 CALL = "engine.make_private(module=model, optimizer=optimizer, data_loader=loader, noise_multiplier=1.0, max_grad_norm=1.0)"
-BEGINNING = "from opacus import PrivacyEngine\nengine = PrivacyEngine()\n"
+BEGINNING = """from opacus import PrivacyEngine
+from transformers import AutoModelForSequenceClassification
+engine = PrivacyEngine()
+model = AutoModelForSequenceClassification.from_pretrained("m")
+"""
 MADE = f"model, optimizer, loader = {CALL}\n"
 LOOP = """for epoch in range(10):
     for batch in loader:

@@ -74,6 +74,8 @@ def _stored(scopes: Scopes, node: ast.Attribute | ast.Subscript) -> str:
         return ""
     if scopes.library(node):
         return f"{text} is replaced"
+    if isinstance(node, ast.Attribute) and node.attr.startswith("__"):
+        return f"{text} is assigned, which may change any value"
     if isinstance(node, ast.Subscript):
         key = node.slice.value if isinstance(node.slice, ast.Constant) else ""
         return f"{text} is assigned" if isinstance(key, str) and _SETTING.search(key) else ""

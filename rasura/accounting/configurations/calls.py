@@ -132,7 +132,9 @@ class Calls(Functions):
             self.doubt(node, f"{ast.unparse(node)[:80]} takes the {min(strange)}")
         if any(one.arg == "out" for one in node.keywords):
             self.doubt(node, f"{ast.unparse(node)[:80]} writes to a value that it is given")
-        if kind == k.LOSS and name == "backward":
+        if kind in (k.LOSS, k.OWN) and name == "backward":
+            if kind == k.OWN and self.own_loss:
+                self.doubt(node, self.own_loss)
             if (batch := self._trained_on(node, "the gradient", where)) is not None:
                 batch.backwards[node, where.calls] = None
             return k.PUBLIC

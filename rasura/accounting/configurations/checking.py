@@ -15,7 +15,7 @@ import rasura.accounting.configurations.opacus as opacus
 from rasura.accounting.configurations.drafts import Draft, Finding
 from rasura.accounting.configurations.facts import Call, Facts, Stated, Unknown
 from rasura.accounting.configurations.files import Contents, agreeing, read_files
-from rasura.accounting.configurations.handled import RESULTS
+from rasura.accounting.configurations.handled import OPACUS, RESULTS
 from rasura.core.errors import InputError
 
 CHECKS: Mapping[str, tuple[Callable[[Draft], None], tuple[str, ...]]] = {
@@ -42,6 +42,9 @@ BESIDE = (
     "get_epsilon", "fixedclipping_mod", "adaptiveclipping_mod", "start",
 )  # fmt: skip
 """Components that are read with a mechanism and have no figure of their own."""
+
+_LOSSES = "the loss is the mean of one loss for each example, and no layer mixes examples"
+_LABELS = "no label is -100, which PyTorch's losses leave out of their mean"
 
 
 @dataclass(frozen=True)
@@ -153,7 +156,7 @@ def _finding(call: Call, found: Contents, names: frozenset[str]) -> Finding:
         draft.one_round = draft.equal_noise = None
     draft.assumptions += [*found.assumed, assumed_of(call)]
     if call.name in RESULTS and call.extra.get("program"):
-        draft.assumptions.append("the loss is the mean of one loss for each example, and no layer mixes examples")
+        draft.assumptions += [_LOSSES, _LABELS] if call.name in OPACUS else [_LOSSES]
     if all(one.epsilon is None for one in draft.bounds):
         draft.assumptions.clear()  # there is no figure that needs one
     return draft.finding()

@@ -55,7 +55,8 @@ class Where(NamedTuple):
 class Expressions:
     """The kinds of expressions. ``env``: the kinds of variables now; ``evaluating``: the model is in eval mode;
     ``ever``: all kinds that a variable had; ``deferred``: what makes learning rates at another time;
-    ``same``: the variables that may hold a part of the same object."""
+    ``same``: the variables that may hold a part of the same object;
+    ``own_loss``: why the loss that the model computes is not known to be one for each example, empty if it is."""
 
     scopes: Scopes
     env: dict[Variable, Kind] = field(default_factory=dict)
@@ -65,6 +66,7 @@ class Expressions:
     ever: dict[Variable, list[Kind]] = field(default_factory=dict)
     deferred: list[ast.expr] = field(default_factory=list)
     same: dict[Variable, set[Variable]] = field(default_factory=dict)
+    own_loss: str = ""
 
     def put(self, variable: Variable, kind: Kind) -> None:
         """Give a variable a kind."""
@@ -176,7 +178,7 @@ class Expressions:
         if base == k.BATCH and constant:
             return k.COLUMN
         if base == k.OUTPUT and isinstance(node.slice, ast.Constant) and node.slice.value in ("logits", "loss"):
-            return k.LOSS if node.slice.value == "loss" else k.OUTPUT
+            return k.OWN if node.slice.value == "loss" else k.OUTPUT
         if base in (k.PLAIN, k.PARAMETERS):
             return base
         if base in (k.GROUPS, k.WEIGHTS):

@@ -14,10 +14,15 @@ from rasura.accounting.configurations.statements import Statements
 
 
 def followed(
-    scopes: Scopes, mechanisms: dict[ast.AST, Kind], inputs: frozenset[Variable], read: Callable[[ast.expr], Value]
+    scopes: Scopes,
+    mechanisms: dict[ast.AST, Kind],
+    inputs: frozenset[Variable],
+    read: Callable[[ast.expr], Value],
+    own_loss: str = "",
 ) -> Statements:
-    """A program that was followed from its beginning to its end. ``mechanisms``: the kinds of what each of them returns."""
-    found = Statements(scopes, mechanisms=mechanisms, inputs=inputs, read=read)
+    """A program that was followed from its beginning to its end. ``mechanisms``: the kinds of what each of them returns.
+    ``own_loss``: why the loss that the model computes is not known to be one for each example."""
+    found = Statements(scopes, mechanisms=mechanisms, inputs=inputs, read=read, own_loss=own_loss)
     found.env = dict.fromkeys(inputs, k.PLAIN)
     found.block(scopes.tree.body, Where())
     # What is called at another time may find any value that a variable ever had.

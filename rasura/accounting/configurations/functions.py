@@ -100,14 +100,14 @@ class Functions(Expressions):
             return self._softmax(node, name, where)
         if library == "torch" and name in ("clip_grad_norm_", "clip_grad_value_") and given <= {k.WEIGHTS, k.PUBLIC}:
             return k.FIGURE
-        if name in k.SAVES and given <= {k.WEIGHTS, k.PUBLIC, k.LOSS, k.FIGURE, k.VIEW, k.MODEL, k.INNER}:
+        if name in k.SAVES and given <= {k.WEIGHTS, k.PUBLIC, k.LOSS, k.OWN, k.FIGURE, k.VIEW, k.MODEL, k.INNER}:
             if name == "deepcopy" and given - {k.WEIGHTS, k.PUBLIC}:
                 self.doubt(node, f"{shown} copies the {min(given - {k.PUBLIC})}")
             if where.private:
                 self.doubt(node, f"what {shown} keeps depends on private values")
             return k.WEIGHTS if k.WEIGHTS in given else k.PUBLIC
         tells = isinstance(node.func, ast.Attribute) and (library in (None, "") or library in k.TRACKERS)
-        if name in k.TOLD and tells and given <= {k.FIGURE, k.VIEW, k.LOSS, k.PUBLIC}:
+        if name in k.TOLD and tells and given <= {k.FIGURE, k.VIEW, k.LOSS, k.OWN, k.PUBLIC}:
             first = root(node.func)
             if isinstance(first, ast.Name) and name in k.KEEPS:
                 self.taint(first, given)

@@ -14,9 +14,10 @@ INNER, WEIGHTS, GROUPS = "model inside", "weights", "groups of parameters"
 PLAIN, PARAMETERS, PLAIN_OPTIMIZER = "plain model", "parameters", "plain optimizer"
 TRAINER = "trainer"
 BATCH, COLUMN, ITEMS, OUTPUT, LOSS = "batch", "part of a batch", "items of a batch", "output", "loss"
+OWN = "loss that the model computes"
 VIEW, FIGURE = "part of private values", "figure of private values"
 
-SHARED = frozenset((BATCH, COLUMN, ITEMS, OUTPUT, LOSS, VIEW))
+SHARED = frozenset((BATCH, COLUMN, ITEMS, OUTPUT, LOSS, OWN, VIEW))
 """Kinds that may share their memory with a batch, an output or a loss: nothing may write to them."""
 
 DATA = SHARED | {FIGURE}
@@ -82,7 +83,7 @@ ATTRIBUTES: Mapping[str, Mapping[str, str]] = {
     WEIGHTS: dict.fromkeys(("requires_grad", "shape", "dtype", "device"), PUBLIC),
     PARAMETERS: dict.fromkeys(("requires_grad", "shape", "dtype", "device"), PUBLIC),
     PLAIN: {"config": PUBLIC, "device": PUBLIC},
-    OUTPUT: {"loss": LOSS, "logits": OUTPUT},
+    OUTPUT: {"loss": OWN, "logits": OUTPUT},
 }
 """The attributes that may be read, with their kinds."""
 

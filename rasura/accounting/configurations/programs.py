@@ -17,8 +17,9 @@ import rasura.accounting.configurations.nvflare as nvflare
 from rasura.accounting.configurations.bypasses import bypasses
 from rasura.accounting.configurations.facts import Call, Unknown, Unread, Value
 from rasura.accounting.configurations.following import followed
-from rasura.accounting.configurations.handled import LIBRARIES, Handled
+from rasura.accounting.configurations.handled import LIBRARIES, OPACUS, Handled
 from rasura.accounting.configurations.kinds import Kind
+from rasura.accounting.configurations.losses import unknown_loss
 from rasura.accounting.configurations.models import loaded_weights, mixed_examples
 from rasura.accounting.configurations.mods import given_mods
 from rasura.accounting.configurations.prepared import begun_by_data
@@ -212,7 +213,8 @@ def _followed(
         return None, [], []
     mechanisms: dict[ast.AST, Kind] = {one.node: one.kinds for one in trained}
     inputs = frozenset(variable for one in trained for variable in one.inputs())
-    found = followed(scopes, mechanisms, inputs, reader.value)
+    own = [unknown_loss(scopes, one.node) for one in trained if one.name in OPACUS]
+    found = followed(scopes, mechanisms, inputs, reader.value, next((why for why in own if why), ""))
     weights, assumed = loaded_weights(scopes)
     passes = list(found.passes.values())
     whole = [one for one in passes if one is not None]
