@@ -16,7 +16,6 @@ MODULES = ("builtins", "importlib", "mock", "ctypes", "inspect", "gc", "patch", 
 OPACUS = ("opacus", "PrivacyEngine", "utils", "batch_memory_manager", "BatchMemoryManager", "validators", "ModuleValidator")
 """The names of Opacus that are understood. Others, such as its schedulers, may change the noise."""
 
-TORCH_SEEDS = ("manual_seed", "manual_seed_all", "set_seed", "seed_everything", "set_rng_state")
 _VALIDATOR = ("is_valid", "fix", "validate")
 _SUSPECT = re.compile(r"[Nn]oise|[Cc]lip|[Ss]chedul")
 _SETTING = re.compile(r"(?i)noise|clip|grad_|^grad$|sampler|sample_rate|accountant|secure|hook|^params$|^step$|^forward$")
@@ -98,10 +97,3 @@ def _read(scopes: Scopes, node: ast.Attribute, known: frozenset[str]) -> str:
     if _suspect(node.attr, known) and (called or node.attr[0].isupper()):
         return f"{text} is not known here"
     return ""
-
-
-def seeds(scopes: Scopes, names: tuple[str, ...]) -> Iterator[tuple[ast.AST, str]]:
-    """Every place that names a function that seeds the generator of the noise, whether or not it is called there."""
-    for node in ast.walk(scopes.tree):
-        if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Load) and scopes.original(node) in names:
-            yield node, f"{ast.unparse(node)} seeds the noise: anyone who knows the seed can subtract it"

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 import rasura.accounting.configurations.flower as flower
 import rasura.accounting.configurations.kinds as k
-from rasura.accounting.configurations.bypasses import TORCH_SEEDS, seeds
 from rasura.accounting.configurations.scopes import Scopes, Variable, position
+from rasura.accounting.configurations.seeding import NUMPY, TORCH, seeds
 from rasura.accounting.configurations.strategies import not_averaging
 from rasura.accounting.configurations.trainings import argument, targets
 
@@ -78,7 +78,7 @@ class Handled:
         if self.name in OPACUS and isinstance(self.node.func, ast.Attribute):
             self._engine(self.node.func.value)
         if expected == "flwr":
-            self.doubts += seeds(self.scopes, ("seed", "set_seed", "seed_everything"))
+            self.doubts += seeds(self.scopes, NUMPY)
         if self.name in flower.WRAPPERS:
             self.doubts += not_averaging(self.scopes, self.node)
         if self.name == "PrivateTrainer":
@@ -137,7 +137,7 @@ class Handled:
         ):
             self.doubt(node, f"{self.name} is called on {ast.unparse(node)}, which is not a PrivacyEngine made in this file")
         elif not any(one.arg == "secure_mode" and ast.unparse(one.value) == "True" for one in made.keywords):
-            self.doubts += seeds(self.scopes, TORCH_SEEDS)
+            self.doubts += seeds(self.scopes, TORCH)
 
     def _arguments(self, node: ast.expr | None) -> None:
         """The ``TrainingArguments``, which must stay as they were made."""

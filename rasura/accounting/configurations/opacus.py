@@ -93,4 +93,6 @@ def _opacus_clip(draft: Draft) -> None:
     else:
         raise Unknown(f"clipping is {mode!r} with max_grad_norm {norms!r}; flat, and per_layer with a list, are known")
     draft.secret_noise("noise_generator")
-    draft.notes.append("without secure_mode the noise is from PyTorch's generator, which is not secret by design")
+    engines = [one for one in draft.others if one.name == "PrivacyEngine"]
+    if not engines or any(one.arguments.get("secure_mode") is not True for one in engines):
+        draft.notes.append("without secure_mode the noise is from PyTorch's generator, which is not secret by design")
