@@ -109,6 +109,13 @@ def test_the_reason_and_the_remedy_are_said(tmp_path: Path) -> None:
     assert "choices" in str(read(tmp_path, OTHERS["choices"]).unknown)
 
 
+@pytest.mark.parametrize("inner", [OWN, STEP])
+def test_a_clip_of_choices_bounds_no_example(tmp_path: Path, inner: str) -> None:
+    """Whatever the loss: Opacus has the gradient of six rows for two examples of three choices."""
+    found = read(tmp_path, trained("transformers.AutoModelForMultipleChoice.from_pretrained('m')", inner=inner))
+    assert found.exit_code == 4 and "choices" in str(found.unknown), found
+
+
 def test_a_second_model_must_be_a_classifier_too(tmp_path: Path) -> None:
     second = f"""
         def more():

@@ -9,6 +9,7 @@ loss is known count here, and the program must show that no other model can be m
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
 
 from rasura.accounting.configurations.scopes import Scopes, Variable, last_name
 from rasura.accounting.configurations.trainings import argument
@@ -32,6 +33,13 @@ _REPLACED = ("loss_function", "_loss_function", "loss_type")
 REMEDY = "compute one loss for each example, and train on their mean, as rasura.protect_training does"
 
 
+def rows_of_choices(scopes: Scopes) -> Iterator[tuple[ast.AST, str]]:
+    """Each name of a class for multiple choice: whatever the loss, Opacus clips the gradient of a choice."""
+    for node in ast.walk(scopes.tree):
+        if isinstance(node, ast.Name | ast.Attribute) and scopes.original(node).endswith("ForMultipleChoice"):
+            yield node, f"{ast.unparse(node)[:60]} makes a row of each of an example's choices, and the clip bounds a row"
+
+
 def unknown_loss(scopes: Scopes, node: ast.Call) -> str:
     """Why the loss of the model of Opacus' call ``node`` is not known to be one for each example; empty if it is."""
     for one in ast.walk(scopes.tree):
@@ -43,8 +51,6 @@ def unknown_loss(scopes: Scopes, node: ast.Call) -> str:
     if strange is None:
         return ""
     shown, name = ast.unparse(strange)[:60], _class(scopes, strange)
-    if name.endswith("ForMultipleChoice"):
-        return f"{shown} makes a row of each of an example's choices, and the clip bounds a row; {REMEDY}"
     if name.endswith(_WORDS):
         return f"{shown}: the loss is a mean over all tokens, so that one text changes the gradients of others; {REMEDY}"
     return (

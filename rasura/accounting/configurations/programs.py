@@ -19,7 +19,7 @@ from rasura.accounting.configurations.facts import Call, Unknown, Unread, Value
 from rasura.accounting.configurations.following import followed
 from rasura.accounting.configurations.handled import LIBRARIES, OPACUS, Handled
 from rasura.accounting.configurations.kinds import Kind
-from rasura.accounting.configurations.losses import unknown_loss
+from rasura.accounting.configurations.losses import rows_of_choices, unknown_loss
 from rasura.accounting.configurations.models import loaded_weights, mixed_examples
 from rasura.accounting.configurations.mods import given_mods
 from rasura.accounting.configurations.prepared import begun_by_data
@@ -215,12 +215,13 @@ def _followed(
     inputs = frozenset(variable for one in trained for variable in one.inputs())
     own = [unknown_loss(scopes, one.node) for one in trained if one.name in OPACUS]
     found = followed(scopes, mechanisms, inputs, reader.value, next((why for why in own if why), ""))
+    rows = list(rows_of_choices(scopes)) if own else []
     weights, assumed = loaded_weights(scopes)
     passes = list(found.passes.values())
     whole = [one for one in passes if one is not None]
     made = sum(whole) if whole and len(whole) == len(passes) else None
     begun = [doubt for one in trained for doubt in begun_by_data(scopes, one.node)]
-    return made, [*found.doubts, *mixed_examples(scopes), *weights, *begun], assumed
+    return made, [*found.doubts, *rows, *mixed_examples(scopes), *weights, *begun], assumed
 
 
 def _whole(scopes: Scopes) -> Iterator[tuple[ast.AST, str]]:
