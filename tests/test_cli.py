@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import typer
 from audit_setting import TEXTS, model_folder
 from commands import rasura_command, rasura_process, refused, refused_process
 from safetensors.torch import load_file, save_file
 
 import rasura
+from rasura.cli.read import _each
 
 __all__ = ["model_folder"]
 
@@ -98,6 +102,35 @@ def test_read_takes_many_updates_and_says_which_one_is_refused(tmp_path: Path, m
     assert "is not a safetensors file" in second["refused"] and "texts" not in second
     assert done.returncode == 2 and str(bad) in done.stderr, "an update that could not be read in"
     assert rasura_command("read", path, path, "--model", model_folder).returncode == 0
+
+
+def test_an_update_at_which_reading_breaks_does_not_end_the_others(
+    tmp_path: Path, model_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The tokenizer breaks at the first update, and its message, which may quote a text, is left out."""
+    path, victim = captured(tmp_path, model_folder), rasura.load(model_folder, "classification")
+    whole, breaks = victim.vocabulary, [RuntimeError("alpha met bravo")]
+
+    def decode(ids: Sequence[int]) -> str:
+        if breaks:
+            raise breaks.pop()
+        return whole.decode(ids)
+
+    with pytest.raises(typer.Exit) as ended:
+        _each([path, path], replace(victim, vocabulary=replace(whole, decode=decode)), rasura.ReadRequest(), as_json=True)
+    told = capsys.readouterr()
+    first, second = map(json.loads, told.out.splitlines())
+    assert first["update"] == str(path) and first["crashed"].startswith("RuntimeError in decode") and "refused" not in first
+    assert second["texts"] == ["alpha met bravo in delta."]
+    said = " ".join(told.err.split())
+    assert ended.value.exit_code == 2 and "reading crashed: RuntimeError in decode" in said and "alpha" not in said
+
+
+def test_read_refuses_what_no_text_of_the_model_has(tmp_path: Path, model_folder: Path) -> None:
+    path = captured(tmp_path, model_folder)
+    common = ("read", path, path, "--model", model_folder, "--batch-size", "1")
+    assert "label 2 is none of the classes 0 .. 1" in refused(*common, "--labels", "2")
+    assert "length 500 is that of no text" in refused(*common, "--lengths", "500")
 
 
 def test_read_refuses_to_have_nothing_to_read(tmp_path: Path, model_folder: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from audit_setting import model_folder
+from audit_setting import causal_folder, model_folder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
@@ -22,7 +22,7 @@ from rasura.runs.reading import ReadRequest, read_update
 from rasura.runs.update_files import load_hidden, load_update
 from rasura.victims.loading import Victim, load
 
-__all__ = ["model_folder"]
+__all__ = ["causal_folder", "model_folder"]
 
 NAME = "classifier.bias"
 
@@ -154,6 +154,9 @@ def test_hidden_entries_are_bool(tmp_path: Path, victim: Victim) -> None:
         (lambda: ReadRequest(dropout=1.0), "dropout is 1.0; expected at least 0 and less than 1"),
         (lambda: ReadRequest(labels=[0, 1], batch_size=1), "2 labels for a batch of 1; give one for each text"),
         (lambda: ReadRequest(labels=[0, 1], lengths=[4]), "2 labels for a batch of 1; give one for each text"),
+        (lambda: ReadRequest(labels=[0.5]), "labels are not whole numbers"),  # type: ignore[list-item]  # on purpose
+        (lambda: ReadRequest(labels="01"), "labels are not whole numbers"),  # type: ignore[arg-type]  # on purpose
+        (lambda: ReadRequest(lengths=4), "lengths are not whole numbers"),  # type: ignore[arg-type]  # on purpose
         (lambda: ReadRequest(update="lora:2"), "pass the folder of the adapter"),
         (lambda: ReadRequest(update="fedavg"), "unknown update"),
     ],
@@ -161,6 +164,40 @@ def test_hidden_entries_are_bool(tmp_path: Path, victim: Victim) -> None:
 def test_what_cannot_be_asked_is_refused_when_it_is_asked(request_of: Callable[[], ReadRequest], says: str) -> None:
     with pytest.raises(InputError, match=says):
         request_of()
+
+
+@pytest.mark.parametrize(
+    ("known", "says"),
+    [
+        ({"labels": [2]}, "label 2 is none of the classes 0 .. 1 of .*; they are counted from 0"),
+        ({"labels": [1, 2]}, "label 2 is none of the classes 0 .. 1 of .*; they are counted from 0"),
+        ({"labels": [0, 2]}, "label 2 is none of the classes 0 .. 1 of "),
+        ({"labels": [-1]}, "label -1 is none of the classes"),
+        ({"lengths": [0]}, "length 0 is that of no text of .*expected 3 .. 64 tokens, 2 of them the tokenizer's own"),
+        ({"lengths": [5, -3]}, "length -3 is that of no text"),
+        ({"lengths": [2]}, "length 2 is that of no text"),
+        ({"lengths": [500]}, "length 500 is that of no text"),
+    ],
+)
+def test_what_no_text_of_the_model_has_is_refused(
+    tmp_path: Path, victim: Victim, known: dict[str, list[int]], says: str
+) -> None:
+    """A class counted from 1 ended in an IndexError; a length without words, in an empty text."""
+    save_file({NAME: torch.tensor([0.5, -2.0])}, tmp_path / "u.safetensors")
+    with pytest.raises(InputError, match=says):
+        read_update(tmp_path / "u.safetensors", victim, ReadRequest("blind", **known))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("known", [{"labels": [0]}, {"labels": [1]}, {"lengths": [3]}, {"lengths": [64]}])
+def test_what_a_text_of_the_model_may_have_is_read(tmp_path: Path, victim: Victim, known: dict[str, list[int]]) -> None:
+    save_file({NAME: torch.tensor([0.5, -2.0])}, tmp_path / "u.safetensors")
+    assert read_update(tmp_path / "u.safetensors", victim, ReadRequest("blind", **known)).status == "ok"  # type: ignore[arg-type]
+
+
+def test_a_text_without_classes_has_no_label(tmp_path: Path, causal_folder: Path) -> None:
+    save_file({"transformer.ln_f.bias": torch.ones(64)}, tmp_path / "u.safetensors")
+    with pytest.raises(InputError, match="the task is causal, whose texts have no classes; leave them out"):
+        read_update(tmp_path / "u.safetensors", load(causal_folder, "causal"), ReadRequest("blind", labels=[0]))
 
 
 def test_what_is_read_is_a_value_with_a_plain_form(tmp_path: Path, victim: Victim) -> None:

@@ -26,7 +26,7 @@ from rasura.cli.shared import (
     starting,
     task_named,
 )
-from rasura.core.errors import InputError
+from rasura.core.errors import FAULTS, InputError, broken
 
 if TYPE_CHECKING:
     from rasura.core.so_far import Stage
@@ -38,8 +38,8 @@ Watch = Annotated[Path | None, typer.Option(help="read every update that is writ
 Model = Annotated[str, typer.Option(help="the model that produced the update: folder or hub id")]
 Attack = Annotated[str, typer.Option(help="attack to run; best tries several in turn")]
 BatchSize = Annotated[int | None, typer.Option(help="number of texts in the update, if known")]
-Labels = Annotated[str | None, typer.Option(help="their labels, if known: 0,1")]
-Lengths = Annotated[str | None, typer.Option(help="their lengths in tokens, if known: 12,9")]
+Labels = Annotated[str | None, typer.Option(help="their labels, if known, from 0: 0,1")]
+Lengths = Annotated[str | None, typer.Option(help="their lengths in tokens with special ones: 12,9")]
 Dropout = Annotated[float, typer.Option(help="dropout probability when the update was computed")]
 FrozenEmbeddings = Annotated[bool, typer.Option("--frozen-embeddings", help="do not use the gradients of the embeddings")]
 Reference = Annotated[Path | None, typer.Option(help="file with texts of the same kind")]
@@ -109,7 +109,7 @@ def read(
             attack=attack, batch_size=batch_size, labels=numbers(labels, "labels"), lengths=numbers(lengths, "lengths"),
             dropout=dropout, frozen_embeddings=frozen_embeddings, hidden=hidden, reference=reference, update=how, seed=seed,
             language_model=language_model, budget=work, before=before, before_round=before_round, names_from=names_from,
-        )  # fmt: skip
+        ).checked(victim)  # fmt: skip
     if candidates is not None:
         return candidates_read(paths[0], candidates, victim, request, simulated_rounds, as_json)
     if watch is None and len(paths) == 1:
@@ -151,18 +151,20 @@ def _one(path: Path, victim: Victim, request: ReadRequest, stops: bool = False) 
 
 
 def _each(paths: Iterable[Path], victim: Victim, request: ReadRequest, as_json: bool) -> None:
-    """Read ``paths`` one after the other. One that is refused does not end the others; the exit code tells."""
+    """Read ``paths`` one after the other. One that is refused, or at which reading breaks, does not end the others; the
+    exit code tells."""
     refused = 0
     for path in paths:
         if not as_json:
             say(f"{path}:")
         try:
             found = _one(path, victim, request)
-        except InputError as error:
+        except FAULTS as error:
             refused += 1
-            say(f"rasura: {path}: {error}", to=err, style="bold")
+            kind, reason = ("refused", str(error)) if isinstance(error, InputError) else ("crashed", broken(error))
+            say(f"rasura: {path}: {reason if kind == 'refused' else f'reading crashed: {reason}'}", to=err, style="bold")
             if as_json:
-                say_json({"update": str(path), "refused": str(error)})
+                say_json({"update": str(path), kind: reason})
             continue
         _told(found, as_json, path)
     if refused:

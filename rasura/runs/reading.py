@@ -24,6 +24,7 @@ from rasura.data.text import load_examples
 from rasura.registry import attack as make_attack
 from rasura.registry import parse_update, trusted
 from rasura.runs.attempt import Outcome, Status, attempt
+from rasura.runs.reading_checks import check_known, whole_numbers
 from rasura.runs.reading_notes import notes
 from rasura.runs.update_files import Update, holding, load_hidden, load_update, of_round, open_update
 from rasura.victims.loading import Victim, load
@@ -37,7 +38,8 @@ class ReadRequest:
     """How to read an update, and what is known about it. The attacks estimate whatever is not given.
 
     ``batch_size``, ``labels`` and ``lengths`` describe the texts behind the update: their number, and for each text its
-    class id and its length in tokens. ``dropout``: the dropout rate when the update was computed. ``frozen_embeddings``: do
+    class id (from 0) and its length in tokens, special ones included. The model decides which are possible
+    (``reading_checks``). ``dropout``: the dropout rate when the update was computed. ``frozen_embeddings``: do
     not use the embeddings' gradients. ``hidden``: a file that marks the entries which the adversary does not see
     (``load_hidden``). ``reference``: a file of texts of the same kind. ``language_model``: the folder or hub id of a causal
     model. ``update``: how the update was computed, as in ``rasura audit --update``; with ``fedavg-sgd:4:0.01`` the file
@@ -67,8 +69,7 @@ class ReadRequest:
 
     def __post_init__(self) -> None:
         for name in ("labels", "lengths"):
-            given = getattr(self, name)
-            object.__setattr__(self, name, tuple(given) if given else None)
+            object.__setattr__(self, name, whole_numbers(getattr(self, name), name))
         if self.batch_size is not None and self.batch_size < 1:
             raise InputError(f"batch size is {self.batch_size}; expected at least 1")
         if not 0 <= self.dropout < 1:
@@ -88,6 +89,11 @@ class ReadRequest:
                 "for example --update fedavg-sgd:1:0.01 or --update fedavg-adamw:4:5e-5"
             )
         _ = self.method
+
+    def checked(self, victim: Victim) -> ReadRequest:
+        """This request. Raises ``InputError`` for labels and lengths that no text of ``victim`` has."""
+        check_known(self.labels, self.lengths, victim)
+        return self
 
     @property
     def size(self) -> int | None:
@@ -221,6 +227,7 @@ def adapter_among(model: str | Path, *places: str | Path | None) -> Path | None:
 def observed(path: str | Path, victim: Victim, request: ReadRequest) -> Iterator[tuple[Update, Observation]]:
     """The update in the file ``path``, and the view of someone who captured it. Inside the block, the victim's model holds
     the weights that the client had; everything that an attack computes must use these."""
+    request.checked(victim)
     before = request.before if request.before_round is None else of_round(Path(path), request.before_round)
     check_blocks(victim.model)
     update = open_update(path, victim, before=before, names_from=request.names_from)
