@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import chain, islice
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,8 @@ class Source:
     """
 
     def __init__(self, source: str | Path, wanted: Callable[[tuple[str, ...]], list[str]]) -> None:
+        if not isinstance(source, str | PathLike):
+            raise InputError(f"texts were given as {type(source).__name__}; expected the name of a file: notes.jsonl")
         path = Path(source)
         self.name, self.path, self.wanted = str(source), path, wanted
         self.taken: list[str] = []

@@ -16,6 +16,7 @@ from typing import Any, cast
 from torch import OutOfMemoryError, nn
 
 from rasura.core.errors import FAULTS, Malformed, broken
+from rasura.core.given import given_texts, of_kind
 from rasura.core.interfaces import ActiveAttack, Attack, InputError, NotApplicable, NotSent, Unavailable, attacking_device
 from rasura.core.records import CUT, Record
 from rasura.core.rng import generator
@@ -39,7 +40,7 @@ from rasura.registry import (
 )
 from rasura.registry import attack as make_attack
 from rasura.runs.attempt import Outcome, attempt, lacking, peak_mb
-from rasura.runs.audit_data import AuditData, encoded_data, given_texts, load_data
+from rasura.runs.audit_data import AuditData, encoded_data, load_data
 from rasura.runs.audit_models import AuditModels, load_language_model, load_victim, on_cpu
 from rasura.runs.cells import Cell, by_step, enumerated
 from rasura.runs.chosen_methods import chosen_methods
@@ -264,7 +265,7 @@ def audit(
         wanted["texts"] = given_texts(data)
     elif data is not None:
         wanted["data"] = str(data)
-    chosen = plan or Plan()
+    chosen = of_kind(plan or Plan(), Plan, "plan", 'a file or texts are data="notes.jsonl", a model is model="minilm"')
     wanted["attacks"], own_attacks = named_attacks(chosen.attacks if attacks is None else attacks)
     wanted["defenses"], own_defenses = named_defenses(chosen.defenses if defenses is None else defenses)
     wanted["metrics"], own_metrics = named_metrics(chosen.metrics if metrics is None else metrics)

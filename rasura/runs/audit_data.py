@@ -70,16 +70,6 @@ def _name(private: Sequence[Any]) -> str:
     return images_hash(private) if private and isinstance(private[0], ImageExample) else data_hash(private)
 
 
-def given_texts(data: Collection[Any]) -> tuple[str, ...]:
-    """The texts of a list. Raises ``InputError`` where there is none, and for anything else among them."""
-    if isinstance(data, Mapping) or len(data) == 0:
-        raise InputError("no texts were given; expected at least one in data, as a list of texts or a file")
-    for place, one in enumerate(data):
-        if not isinstance(one, str):
-            raise InputError(f"data[{place}] is {type(one).__name__}; expected a text, as in every place of data")
-    return tuple(data)
-
-
 def load_data(plan: Plan) -> AuditData:
     """The data of a checked plan. Raises ``InputError`` for unreadable files, empty texts, a ``skip`` that leaves nothing,
     and a reference that contains private texts."""

@@ -18,6 +18,7 @@ from typing import Any
 
 from rasura.accounting import guarantee, sampling_for
 from rasura.core.errors import MissingExtra
+from rasura.core.given import of_kind
 from rasura.core.interfaces import Defense, InputError
 from rasura.core.run_store import RunStore
 from rasura.data.text import columns_of, load_examples
@@ -290,7 +291,8 @@ def calibrate(wanted: CalibrationPlan, *, out: str | Path, device: str = "cpu") 
     whether a setting was ``found``, there is ``no need`` for one, the target was ``unreached``, the setting that held was
     ``not verified``, or it could not be judged (``not measured``).
     """
-    prepared = Calibration(wanted, out, device=device)
+    instead = 'a file is CalibrationPlan(Plan(data="notes.jsonl", defenses=("gaussian",)))'
+    prepared = Calibration(of_kind(wanted, CalibrationPlan, "wanted", instead), out, device=device)
     try:
         return prepared.run()
     finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from rasura.core.given import of_kind
 from rasura.core.interfaces import InputError
 from rasura.core.options import known
 from rasura.registry import METRICS, family, for_task, usual_metrics
@@ -35,6 +36,7 @@ class CalibrationPlan:
 
     def checked(self) -> CalibrationPlan:
         """This plan with the metrics it needs. Raises ``InputError`` if it is wrong."""
+        of_kind(self.plan, Plan, "plan", 'a file is Plan(data="notes.jsonl")')
         images = self.plan.task == "vision"
         bare = known("risk", self.risk, ("ssim",) if images else for_task(METRICS, "classification"))
         if getattr(METRICS[bare].make, "higher_is", "worse") != "worse":

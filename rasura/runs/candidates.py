@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from rasura.core.batches import Batch, contents, places_of_each
+from rasura.core.given import of_kind
 from rasura.core.interfaces import InputError
 from rasura.core.local import Local
 from rasura.core.rng import generator, permutation
@@ -24,6 +25,7 @@ from rasura.metrics.intervals import pairs_interval
 from rasura.metrics.membership import Rate, auc, needed, tpr_at
 from rasura.registry.candidates import like_earlier, scores
 from rasura.runs.reading import ReadRequest, observed
+from rasura.runs.reading_checks import LOADED
 from rasura.runs.update_files import Update
 from rasura.victims.batching import joined, split
 from rasura.victims.loading import Victim, with_one_label
@@ -101,7 +103,8 @@ def read_candidates(
     that is no classifier with one label a text, and if simulated rounds would leave out something of the request
     (``not_simulated``).
     """
-    request, victim = request or ReadRequest(), with_one_label(victim)
+    request = of_kind(request or ReadRequest(), ReadRequest, "request", "what is known is ReadRequest(batch_size=2)")
+    victim = with_one_label(of_kind(victim, Victim, "victim", LOADED))
     given = _labelled(candidates, victim)
     references = [] if request.reference is None else _labelled(request.reference, victim)
     asked, read, local = rows_of(victim, given), rows_of(victim, references), request.local

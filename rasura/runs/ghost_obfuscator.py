@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from rasura.core.given import of_kind
 from rasura.core.interfaces import InputError
 from rasura.core.rng import generator
 from rasura.data.text import Example, place_of
@@ -36,6 +37,7 @@ class GhostObfuscator:
         shadows: ShadowSettings | Mapping[str, Any] | None = None,
         beam: int = 1,
     ) -> None:
+        victim = of_kind(victim, Victim, "victim", 'a folder or hub id is rasura.load("my-model", "classification")')
         self.victim, model = victim, searchable(victim.model)
         asked = asdict(shadows) if isinstance(shadows, ShadowSettings) else dict(shadows or {})
         made: ShadowTable | None = None

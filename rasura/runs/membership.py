@@ -18,6 +18,7 @@ from rasura.core.answers import Answers, Membership, ShadowModel
 from rasura.core.batches import Batch
 from rasura.core.errors import InputError
 from rasura.core.files import make_private
+from rasura.core.given import of_kind
 from rasura.core.records import Record, cell_key
 from rasura.core.rng import generator
 from rasura.core.run_store import RunStore
@@ -250,7 +251,8 @@ def infer_membership(plan: MembershipPlan, *, out: str | Path, device: str = "cp
     ``infer_membership(MembershipPlan("my-adapter", "train.jsonl", "other.jsonl"), out="runs/membership")``. Attacks that
     ``out`` holds are not run again. ``rasura.write_report(out)`` writes the report.
     """
-    prepared = MembershipAudit(plan, out, device=device)
+    instead = 'a model and its files are MembershipPlan("my-adapter", "train.jsonl", "other.jsonl")'
+    prepared = MembershipAudit(of_kind(plan, MembershipPlan, "plan", instead), out, device=device)
     store = RunStore(out, prepared.identity)
     try:
         list(prepared.run(store))

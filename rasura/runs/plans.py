@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, get_args
 
+from rasura.core.given import given_texts
 from rasura.core.interfaces import Budget, InputError
 from rasura.core.options import known
 from rasura.core.specs import CLASSIFIERS, IMAGES, AttackSpec, DefenseSpec
@@ -81,6 +82,8 @@ class Plan:
     references: int | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.texts, tuple) or self.texts:
+            object.__setattr__(self, "texts", given_texts(self.texts, "texts"))
         if self.limit is None:
             object.__setattr__(self, "limit", len(self.texts) or 4)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from rasura.core.given import of_kind
 from rasura.core.interfaces import Attack, Budget, Defense, InputError, NotApplicable
 from rasura.core.local import Local
 from rasura.core.mechanisms import Dropout, FrozenEmbeddings
@@ -24,7 +25,7 @@ from rasura.data.text import load_examples
 from rasura.registry import attack as make_attack
 from rasura.registry import parse_update, trusted
 from rasura.runs.attempt import Outcome, Status, attempt
-from rasura.runs.reading_checks import check_known, whole_numbers
+from rasura.runs.reading_checks import LOADED, check_known, whole_numbers
 from rasura.runs.reading_notes import notes
 from rasura.runs.update_files import Update, holding, load_hidden, load_update, of_round, open_update
 from rasura.victims.loading import Victim, load
@@ -92,6 +93,7 @@ class ReadRequest:
 
     def checked(self, victim: Victim) -> ReadRequest:
         """This request. Raises ``InputError`` for labels and lengths that no text of ``victim`` has."""
+        of_kind(victim, Victim, "victim", LOADED)
         check_known(self.labels, self.lengths, victim)
         return self
 
@@ -203,7 +205,7 @@ def read_update(
     or is not applicable, ``status`` says so. ``begun``: hears which attack of a portfolio begins; an interruption
     then ends with the best guess so far. Raises ``InputError`` for bad input.
     """
-    request = request or ReadRequest()
+    request = of_kind(request or ReadRequest(), ReadRequest, "request", "what is known is ReadRequest(batch_size=2)")
     with observed(path, victim, request) as (update, seen):
 
         def guess() -> Reconstruction:

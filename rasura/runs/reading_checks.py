@@ -11,6 +11,9 @@ from rasura.victims.loading import Victim
 from rasura.victims.models import one_class_each
 from rasura.victims.positions import longest_text
 
+LOADED = 'a folder or hub id is rasura.load("my-model", "classification")'
+"""What is passed for a model where its name was given."""
+
 
 def whole_numbers(given: Any, name: str) -> tuple[int, ...] | None:
     """``given`` as whole numbers, one for each text; None without any. Raises ``InputError`` for anything else."""

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from rasura.core.answers import ServiceObservation, ServiceTranscript, TokenReading
-from rasura.core.errors import InputError
-from rasura.core.interfaces import Budget
+from rasura.core.given import of_kind
+from rasura.core.interfaces import Budget, InputError
 from rasura.core.records import CLIENT, CUT, Record, cell_key
 from rasura.core.rng import generator
 from rasura.core.run_store import RunStore
@@ -50,8 +50,7 @@ class ServiceCell:
 
 @dataclass(frozen=True)
 class Sent:
-    """The texts under a protection: the truth, what the operator sees of it, the scores of guessing, and the seconds that
-    the protection took."""
+    """The texts under a protection: the truth, what the operator sees of it, the scores of guessing, and its seconds."""
 
     truth: ServiceTranscript
     seen: ServiceObservation
@@ -289,6 +288,7 @@ def audit_service(plan: ServicePlan, *, out: str | Path, training: Training | No
     runs. ``training``: as in ``ServiceAudit``. ``rasura.write_report(out)`` writes the report. Raises ``InputError`` for bad
     input, before anything runs.
     """
+    plan = of_kind(plan, ServicePlan, "plan", 'files are ServicePlan("notes.jsonl", "public.jsonl")')
     return _recorded(ServiceAudit(plan, training), out)
 
 

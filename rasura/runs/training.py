@@ -19,6 +19,7 @@ from torch import nn
 from rasura.accounting import Ledger, assumes_poisson, carries, sampling_for
 from rasura.core.batches import Batch
 from rasura.core.files import appended, name_for
+from rasura.core.given import of_kind
 from rasura.core.interfaces import Defense, InputError
 from rasura.core.local import Adapter
 from rasura.core.provenance import sitting
@@ -292,4 +293,5 @@ def train(plan: TrainPlan, *, out: str | Path, device: str = "cpu") -> list[dict
     Every defense and seed has a folder with the model and ``result.json``: figures on the test texts before and after
     training, and on the held-out texts by epoch. After an interruption, the same call resumes.
     """
+    plan = of_kind(plan, TrainPlan, "plan", 'a file is TrainPlan("notes.jsonl")')
     return list(Training(plan, out, device=device).run())

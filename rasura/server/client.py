@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rasura.core.errors import InputError
+from rasura.core.given import given_texts
 from rasura.server.connection import Connection
 from rasura.server.container import CONFIG, DATA, WEIGHTS
 from rasura.server.limits import Limits
@@ -111,8 +112,7 @@ class Client:
         return found
 
     def model(self, name: str) -> Mapping[str, Any]:
-        """The server's description of a model: kind, vocabulary, max_length, labels, classes (their names, if it
-        has names), pair."""
+        """The server's description of a model: kind, vocabulary, max_length, labels, classes (their names, if any), pair."""
         self._known[name] = self._server.ask("GET", f"/v1/models/{_quoted(name)}")
         return self._known[name]
 
@@ -184,7 +184,8 @@ class Client:
         """The label of every text (of every pair, with ``pairs``)."""
         from rasura.data.text import Example
 
-        seconds: Sequence[str | None] = pairs or [None] * len(texts)
+        texts = given_texts(texts, "texts", least=0)
+        seconds: Sequence[str | None] = [None] * len(texts) if pairs is None else given_texts(pairs, "pairs", 0)
         out: list[Answer] = []
         with self._described(name) as about:
             rows = self._rows(name, about, [Example(a, b, 0) for a, b in zip(texts, seconds, strict=True)], truncate)
@@ -271,8 +272,7 @@ def _requests(rows: Sequence[Batch]) -> Iterator[list[Batch]]:
     for row in rows:
         told = [t[0].tolist() for t in (row.input_ids, row.token_type_ids) if t is not None]
         more = len(json.dumps(told))
-        # A little is left for the rest of the body.
-        if some and (len(some) == Limits.inputs or size + more > Limits.body_bytes - 1024):
+        if some and (len(some) == Limits.inputs or size + more > Limits.body_bytes - 1024):  # the rest of the body
             yield some
             some, size = [], 0
         some.append(row)
