@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from audit_setting import TEXTS, model_folder
+from audit_setting import model_folder
 from commands import rasura_command, refused, refused_process
 from safetensors.torch import load_file
 from training_setting import RECIPE, figures, fine_tuning, notes, rows, stopped
@@ -188,11 +188,13 @@ def test_the_command_trains_behind_several_defenses_and_resumes(tmp_path: Path, 
 
 def test_ids_that_a_protection_chose_are_trained_on(tmp_path: Path, model_folder: Path) -> None:
     path = tmp_path / "hidden.jsonl"
-    path.write_text(
-        "".join(json.dumps({"text": TEXTS[0], "label": k % 2, "input_ids": [1, 7 + k, 2]}) + "\n" for k in range(6))
-    )
+    words = load(
+        model_folder, "classification"
+    ).vocabulary  # the text is that of the tokens, as ``rasura protect`` writes it
+    hidden = [{"text": words.text([1, 7 + k, 7, 2]), "label": k % 2, "input_ids": [1, 7 + k, 7, 2]} for k in range(6)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in hidden))
     prepared = Training(TrainPlan(str(path), model=str(model_folder), holdout=0.2), tmp_path / "run")
-    assert sorted(r.ids(0) for r in [*prepared.rows, *prepared.held]) == [(1, 7 + k, 2) for k in range(6)]
+    assert sorted(r.ids(0) for r in [*prepared.rows, *prepared.held]) == [(1, 7 + k, 7, 2) for k in range(6)]
     (tmp_path / "bad.csv").write_text("text,label,input_ids\nwords,0,1 2 x\n")
     with pytest.raises(InputError, match="not whole numbers"):
         load_examples(tmp_path / "bad.csv")

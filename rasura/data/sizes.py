@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from rasura.data.given_ids import with_usable_ids
 from rasura.data.images import ImageExample
-from rasura.data.text import Example
+from rasura.data.text import Example, place_of
 
 
 def text_sizes(examples: Sequence[Example], tokenizer: Any, longest: int) -> list[tuple[int, int]]:
     """For each of ``examples`` how many tokens, those of the model's frame included, are left of it if it is cut to
     ``longest``, and how many it has."""
+    examples = with_usable_ids(examples, [place_of(e, k) for k, e in enumerate(examples, 1)], tokenizer)
     paired = any(e.text_pair for e in examples)
     second = [e.text_pair or "" for e in examples] if paired else None
     rows = tokenizer([e.text for e in examples], second, verbose=False)["input_ids"]  # or it warns of long texts

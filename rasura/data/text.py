@@ -20,6 +20,7 @@ from rasura.core.values import Task
 from rasura.core.vocabulary import readable, unknown_ids
 from rasura.data.classes import model_classes
 from rasura.data.columns import NAMES, Chosen, Columns, Labels, person, taken
+from rasura.data.given_ids import with_usable_ids
 from rasura.data.rows import MAX_CELL, Source, shown
 
 _LOG = logging.getLogger("rasura.data")
@@ -34,7 +35,7 @@ E = TypeVar("E")
 class Example:
     """One text (or pair of texts), with its label where the task has one.
 
-    ``input_ids``: its tokens, special ones included, if a protection chose them; tokenizing the text may give others.
+    ``input_ids``: its tokens, special ones included, from a file; used if a protection chose them (``given_ids``).
     ``token_type_ids``: for a pair, the text to which each token belongs. ``source`` and ``row``: where it was read, for
     messages, which never quote the text itself. ``unit``: whose it is, where the file was asked for that.
     """
@@ -220,6 +221,7 @@ def encode(
     (unless ``truncate``), a missing label, or a label outside ``0 .. num_labels - 1``. With ``truncate``, the texts of the
     batch end where a fast tokenizer cut them.
     """
+    examples = with_usable_ids(examples, [place_of(e, k) for k, e in enumerate(examples, 1)], tokenizer)
     paired = any(e.text_pair for e in examples)
     first = [e.text for e in examples]
     second = [e.text_pair or "" for e in examples] if paired else None
@@ -231,8 +233,6 @@ def encode(
             continue
         if types is not None and e.token_type_ids is None and e.text_pair:
             raise InputError(f"{place_of(e, k + 1)}: input_ids of a pair, but no token_type_ids; protect the file again")
-        if not all(0 <= i < len(tokenizer) for i in e.input_ids):
-            raise InputError(f"{place_of(e, k + 1)}: input_ids outside the model's 0 .. {len(tokenizer) - 1}")
         cut = max_length if truncate else None
         rows[k] = list(e.input_ids[:cut])
         if types is not None:
