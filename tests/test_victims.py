@@ -163,7 +163,7 @@ def test_a_fresh_head_is_drawn_from_the_seed(tmp_path: Path) -> None:
         (lambda p: (save_model(p), (p / "model.safetensors").unlink()), "holds no weights"),
         (
             lambda p: (save_model(p), (p / "model.safetensors").rename(p / "pytorch_model.bin")),
-            "--allow-pickle",
+            r"save_pretrained writes them so. Only rasura read takes pickled ones, with --allow-pickle \(",
         ),
         (lambda p: p.write_text("x"), "is a file"),
     ],

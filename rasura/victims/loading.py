@@ -69,7 +69,8 @@ def _weights(folder: Path, allow_pickle: bool) -> None:
     if pickles and not allow_pickle:
         raise InputError(
             f"{folder} holds only pickled weights ({pickles[0]}), which can run code when they are loaded; "
-            "convert them to safetensors, or pass --allow-pickle if you trust the file"
+            "convert them to safetensors: where you trust the file, load it with transformers, and save_pretrained writes "
+            "them so. Only rasura read takes pickled ones, with --allow-pickle (rasura.load: allow_pickle=True)"
         )
     if not pickles:
         raise InputError(f"{folder} holds no weights: expected model.safetensors")
