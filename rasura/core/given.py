@@ -23,7 +23,7 @@ def given_texts(data: Any, name: str = "data", least: int = 1) -> tuple[str, ...
     ``least``, and for anything else among them."""
     kind = type(data).__name__
     if isinstance(data, Mapping) or any(hasattr(data, columns) for columns in ("columns", "column_names")):
-        raise InputError(f"{name} is a table ({kind}); pass its column of texts, such as {name}=list(table['text'])")
+        raise InputError(f"{name} is a table ({kind}); pass its column of texts as a list: {name}=list(table['text'])")
     if isinstance(data, str | bytes) or not isinstance(data, Collection):
         raise InputError(f"{name} is {kind}; expected a list of texts")
     if len(data) < least:
