@@ -53,6 +53,26 @@ def test_a_model_of_another_task_is_not_taken_for_a_classifier_unasked(
     assert task_named("classification", str(tmp_path)) == "classification"
 
 
+def test_an_adapter_without_a_task_has_that_of_its_class_or_base(
+    causal_folder: Path, model_folder: Path, tmp_path: Path
+) -> None:
+    """PEFT's default states none: adapters of decoders were taken for classifiers with a head that was drawn at random."""
+
+    def task(**stated: object) -> str:
+        (tmp_path / "adapter_config.json").write_text(json.dumps({"task_type": None, **stated}))
+        return task_of(tmp_path)
+
+    assert task(auto_mapping={"base_model_class": "LlamaForCausalLM"}, base_model_name_or_path="gone") == "causal"
+    assert task(auto_mapping={"base_model_class": "BertForSequenceClassification"}) == "classification"
+    for folder, found in ((causal_folder, "causal"), (model_folder, "classification")):
+        assert task(base_model_name_or_path=str(folder)) == found
+    with pytest.raises(InputError, match="another task"):
+        task(auto_mapping={"base_model_class": "T5ForConditionalGeneration"})
+    for nothing in ({}, {"base_model_name_or_path": str(tmp_path)}):
+        with pytest.raises(InputError, match="pass --task"):
+            task(**nothing)
+
+
 @pytest.mark.parametrize("stated", [[], ["BertModel"], ["BertForMaskedLM"], ["ElectraForPreTraining"]])
 def test_a_body_is_that_of_a_classifier(stated: list[str], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"architectures": stated}))

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_checkpoin
 from rasura.core.interfaces import InputError
 from rasura.runs.reading import ReadRequest, adapter_among, read_update
 from rasura.runs.update_files import holding, load_update, of_round, open_update
+from rasura.runs.update_files.before import check_update
 from rasura.runs.update_files.sources import opened
 from rasura.testing.tiny import tiny
 from rasura.victims.loading import Victim, load
@@ -630,3 +631,16 @@ def test_what_two_processes_of_fsdp_saved_is_what_torch_merges(tmp_path: Path) -
     theirs = torch.load(tmp_path / "merged.pt", weights_only=True)["model"]
     victim: Any = type("Victim", (), {"model": nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))})
     check(tmp_path / "saved", victim, theirs)
+
+
+def test_weights_of_an_adapter_whose_b_outgrew_the_rest_are_no_update() -> None:
+    """«Nothing was recovered: rounding or noise hides it», it said of the weights of a trained adapter."""
+    torch.manual_seed(0)
+    a, b = torch.nn.Linear(32, 8, bias=False), torch.nn.Linear(8, 32, bias=False)
+    torch.nn.init.zeros_(b.weight)  # LoRA's B
+    model, first = torch.nn.Sequential(a, b), a.weight.detach().clone()
+    moved, grown = first + 0.6 * first.std() * torch.randn_like(first), 5 * torch.randn(32, 8)
+    with pytest.raises(InputError, match="holds weights, not an update"):
+        check_update({"0.weight": moved, "1.weight": grown}, model, "adapter")
+    for update in (0.6 * first.std() * torch.randn_like(first), torch.zeros_like(first), -0.01 * first, 0.01 * first):
+        check_update({"0.weight": update, "1.weight": grown}, model, "adapter")

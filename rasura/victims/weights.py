@@ -90,18 +90,36 @@ def task_of(model: str | Path) -> Task:
     if str(model) in IMAGE_MODELS:
         return "vision"
     if is_adapter(folder):
-        kind = str(read_config(folder / "adapter_config.json").get("task_type") or "SEQ_CLS")
-        if kind not in ADAPTED:
-            raise _another_task(model, f"task_type {kind[:40]}")
-        return ADAPTED[kind]
+        return _of_adapter(folder)
     config = folder / "config.json" if folder.exists() else hub_config(str(model))
     stated = read_config(config).get("architectures") if config is not None and config.is_file() else None
-    names = [str(name) for name in stated] if isinstance(stated, list) else []
+    return _by_classes(model, [str(name) for name in stated] if isinstance(stated, list) else []) or "classification"
+
+
+def _by_classes(model: str | Path, names: Sequence[str]) -> Task | None:
+    """The task of ``model`` by the ``names`` of its classes; None without any."""
     if any(name.endswith(CAUSAL) for name in names):
         return "causal"
     if names and not any(name.endswith(CLASSIFIERS) for name in names):
         raise _another_task(model, names[0][:60])
-    return "classification"
+    return "classification" if names else None
+
+
+def _of_adapter(folder: Path) -> Task:
+    """The task of an adapter. PEFT's default is to state none; then it names the class that was adapted, or the task is that
+    of the base model."""
+    config = read_config(folder / "adapter_config.json")
+    if kind := str(config.get("task_type") or ""):
+        if kind not in ADAPTED:
+            raise _another_task(folder, f"task_type {kind[:40]}")
+        return ADAPTED[kind]
+    mapped, base = config.get("auto_mapping"), config.get("base_model_name_or_path")
+    adapted = mapped.get("base_model_class") if isinstance(mapped, dict) else None
+    if found := _by_classes(folder, [str(adapted)] if adapted else []):
+        return found
+    if not base or is_adapter(str(base)):
+        raise InputError(f"{folder} states no task, no class of a model and no base model; pass --task")
+    return task_of(str(base))
 
 
 def _another_task(model: str | Path, stated: str) -> InputError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -21,6 +22,10 @@ LEVELS = 2
 NEAR = 0.25
 """Squared distance from the model's weights, relative to their squared norm, below which tensors are weights and not an
 update."""
+
+ALIKE, LEAST = 0.5, 64
+"""A matrix of at least so many entries is weights, too, if its cosine with the model's own is above this and its norm is
+within a factor of five: no gradient is like that by chance."""
 
 
 def of_round(update: Path, number: int) -> Path:
@@ -58,15 +63,26 @@ def subtracted(after: Mapping[str, Tensor], before: Mapping[str, Tensor], where:
 
 
 def check_update(found: Mapping[str, Tensor], model: nn.Module, where: str) -> None:
-    """Raises ``InputError`` if the supposed update equals the model's own weights or is near them."""
-    own = dict(model.named_parameters())
-    apart = sum(_square(t - own[n].detach().cpu()) for n, t in found.items())
-    norm = sum(_square(own[n].detach()) for n in found)
-    if norm > 0 and apart < NEAR * norm:
+    """Raises ``InputError`` if the supposed update equals the model's own weights or is near them, all together or one
+    matrix: in a trained adapter B, which began at zero, may outgrow all others."""
+    own = {n: p.detach().cpu() for n, p in model.named_parameters() if n in found}
+    apart = sum(_square(t - own[n]) for n, t in found.items())
+    norm = sum(map(_square, own.values()))
+    if (norm > 0 and apart < NEAR * norm) or any(_are_weights(t, own[n]) for n, t in found.items()):
         raise InputError(
             f"{where} holds weights, not an update: they are near the model's own. Pass the weights before the "
             "round with --before, and how they were trained with --update"
         )
+
+
+def _are_weights(tensor: Tensor, own: Tensor) -> bool:
+    """Whether one matrix is near the model's ``own``, or points the same way at a like size."""
+    if tensor.dim() < 2 or tensor.numel() < LEAST:
+        return False
+    size, norm, apart = _square(tensor), _square(own), _square(tensor - own)
+    along = (size + norm - apart) / 2
+    alike = along > ALIKE * math.sqrt(size * norm) and norm / 25 < size < 25 * norm
+    return norm > 0 and (apart < NEAR * norm or alike)
 
 
 def _square(tensor: Tensor) -> float:
