@@ -644,3 +644,19 @@ def test_weights_of_an_adapter_whose_b_outgrew_the_rest_are_no_update() -> None:
         check_update({"0.weight": moved, "1.weight": grown}, model, "adapter")
     for update in (0.6 * first.std() * torch.randn_like(first), torch.zeros_like(first), -0.01 * first, 0.01 * first):
         check_update({"0.weight": update, "1.weight": grown}, model, "adapter")
+
+
+def test_frozen_weights_that_did_not_change_count_as_not_sent(tmp_path: Path, adapted: Victim) -> None:
+    """A whole state dict had zeros for the frozen weights, which read as gradients: the last word of every text was lost."""
+    update = {n: t for n, t in sent(adapted).items() if "lora_" in n}
+    first = next(iter(update))
+    update[first] = torch.zeros_like(update[first])  # as of A in the first step
+    others = ((n, p) for n, p in adapted.model.named_parameters() if n not in update and ".original_module." not in n)
+    frozen = {n: torch.zeros_like(p) for n, p in others}
+    save_file({**update, **frozen}, tmp_path / "whole.safetensors")
+    found = load_update(tmp_path / "whole.safetensors", adapted)
+    assert found.keys() == update.keys() and all(torch.equal(found[n], t.float()) for n, t in update.items())
+    notes = open_update(tmp_path / "whole.safetensors", adapted).notes
+    assert f"{len(frozen)} of {len(frozen) + len(update)} tensors did not change and count as not trained" in notes
+    save_file({n: torch.zeros_like(t) for n, t in update.items()}, tmp_path / "zero.safetensors")
+    assert load_update(tmp_path / "zero.safetensors", adapted).keys() == update.keys(), "refused where it is read"

@@ -66,11 +66,25 @@ def open_update(
     entries = _floats(found, model, file)
     if before is None:
         check_update(entries, model, str(file))
-        return Update(entries, notes=found.notes)
+        trained, more = _trained(entries)
+        return Update(trained, notes=(*found.notes, *more))
     earlier = _matched(Path(before), model, names)
     weights = _floats(earlier, model, Path(before))
-    changes = subtracted(entries, weights, str(file))
-    return Update(changes, weights, (*found.notes, *(f"before: {note}" for note in earlier.notes)))
+    trained, more = _trained(subtracted(entries, weights, str(file)))
+    return Update(trained, weights, (*found.notes, *more, *(f"before: {note}" for note in earlier.notes)))
+
+
+def _trained(entries: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+    """``entries`` without the tensors that are zero throughout, unless all are, and a note of how many these are.
+
+    Whole state dicts hold frozen weights, whose change is zero: as a gradient it would say that no text can be there. Of
+    LoRA's matrices one is zero in the first step, which says something.
+    """
+    kept = {n: t for n, t in entries.items() if "lora_" in n or bool(t.any())}
+    left = len(entries) - len(kept)
+    if not left or not any(bool(t.any()) for t in kept.values()):
+        return dict(entries), ()
+    return kept, (f"{left} of {len(entries)} tensors did not change and count as not trained",)
 
 
 def _matched(file: Path, model: nn.Module, names: Sequence[str | None] | None) -> Matched:
