@@ -660,3 +660,24 @@ def test_frozen_weights_that_did_not_change_count_as_not_sent(tmp_path: Path, ad
     assert f"{len(frozen)} of {len(frozen) + len(update)} tensors did not change and count as not trained" in notes
     save_file({n: torch.zeros_like(t) for n, t in update.items()}, tmp_path / "zero.safetensors")
     assert load_update(tmp_path / "zero.safetensors", adapted).keys() == update.keys(), "refused where it is read"
+
+
+@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16])
+def test_rounding_between_before_and_after_is_no_update(tmp_path: Path, plain: Victim, kind: torch.dtype) -> None:
+    """A client trained in 16 bits, the weights before were the folder of 32: the rounding was read as text."""
+    own = {n: p.detach().clone() for n, p in plain.model.named_parameters()}
+    short = {n: t.to(kind) for n, t in own.items()}
+    step = {n: (t.float() + 0.05 * torch.randn_like(t.float())).to(kind) for n, t in short.items()}
+    for name, held in (("before", own), ("short", short), ("after", step)):
+        save_file(held, tmp_path / f"{name}.safetensors")
+    for first, last in (("before", "short"), ("short", "before")):
+        with pytest.raises(InputError, match="the weights before and after the round are the same"):
+            open_update(tmp_path / f"{last}.safetensors", plain, before=tmp_path / f"{first}.safetensors")
+    wanted = {n: t.float() - short[n].float() for n, t in step.items()}
+    wide = check(tmp_path / "after.safetensors", plain, wanted, before=tmp_path / "before.safetensors")
+    assert f"were rounded to {str(kind).removeprefix('torch.')}" in " ".join(wide)
+    alike = check(tmp_path / "after.safetensors", plain, wanted, before=tmp_path / "short.safetensors")
+    assert "round" not in " ".join(alike)
+    save_file({n: t.float() for n, t in step.items()}, tmp_path / "wide.safetensors")
+    finer = check(tmp_path / "wide.safetensors", plain, wanted, before=tmp_path / "short.safetensors")
+    assert "those after in finer numbers" in " ".join(finer), "exact, if the client began with them"

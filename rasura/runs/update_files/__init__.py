@@ -70,8 +70,10 @@ def open_update(
         return Update(trained, notes=(*found.notes, *more))
     earlier = _matched(Path(before), model, names)
     weights = _floats(earlier, model, Path(before))
-    trained, more = _trained(subtracted(entries, weights, str(file)))
-    return Update(trained, weights, (*found.notes, *more, *(f"before: {note}" for note in earlier.notes)))
+    held = {n: (one.dtype, earlier.entries[n].dtype) for n, one in found.entries.items() if n in earlier.entries}
+    changes, rounding = subtracted(entries, weights, str(file), held)
+    trained, more = _trained(changes)
+    return Update(trained, weights, (*found.notes, *rounding, *more, *(f"before: {note}" for note in earlier.notes)))
 
 
 def _trained(entries: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], tuple[str, ...]]:

@@ -23,6 +23,9 @@ NEAR = 0.25
 """Squared distance from the model's weights, relative to their squared norm, below which tensors are weights and not an
 update."""
 
+SHORT = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
+"""Types of numbers with fewer than 32 bits."""
+
 ALIKE, LEAST = 0.5, 64
 """A matrix of at least so many entries is weights, too, if its cosine with the model's own is above this and its norm is
 within a factor of five: no gradient is like that by chance."""
@@ -50,16 +53,40 @@ def of_round(update: Path, number: int) -> Path:
     raise InputError(f"round {number}: no file or folder near {update} has this round in its name; pass it as --before")
 
 
-def subtracted(after: Mapping[str, Tensor], before: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
-    """The weights after minus the weights before, in float32. Raises ``InputError`` if a tensor is missing before, and if
-    nothing changed."""
+def subtracted(
+    after: Mapping[str, Tensor], before: Mapping[str, Tensor], where: str, held: Mapping[str, tuple[str, str]]
+) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+    """The weights after minus the weights before, in float32, and notes. ``held``: the types in which files hold each tensor
+    after and before.
+
+    Weights before are rounded as those after are: a client that trains in 16 bits rounds what it is given. Raises
+    ``InputError`` if a tensor is missing before, and if nothing changed, or nothing but the type of the same weights.
+    """
     lacking = [name for name in after if name not in before]
     if lacking:
         raise InputError(f"the weights before the round lack {len(lacking)} of the tensors after it ({lacking[0]})")
-    out = {name: (tensor.double() - before[name].double()).float() for name, tensor in after.items()}
-    if not any(bool(tensor.any()) for tensor in out.values()):
+    rounded = {name for name in after if held[name][0] in SHORT and held[name][0] != held[name][1]}
+    first = {name: _rounded(before[name], held[name][0]) if name in rounded else before[name] for name in after}
+    out = {name: (tensor.double() - first[name].double()).float() for name, tensor in after.items()}
+    finer = {name: t for name, t in after.items() if held[name][1] in SHORT}
+    if not any(bool(t.any()) and (n not in finer or _apart(finer[n], first[n], held[n][1])) for n, t in out.items()):
         raise InputError(f"{where}: the weights before and after the round are the same; there is nothing to read")
-    return out
+    said = []
+    if kinds := ", ".join(sorted({held[name][0] for name in rounded})):
+        said.append(f"the weights before were rounded to {kinds}, as those after are; only steps above the rounding show")
+    if kinds := ", ".join(sorted({held[name][1] for name in finer if held[name][0] not in SHORT})):
+        said.append(f"the weights before are in {kinds}, those after in finer numbers; if training began with finer ones, "
+                    "the difference is mostly rounding")  # fmt: skip
+    return out, tuple(said)
+
+
+def _rounded(tensor: Tensor, kind: str) -> Tensor:
+    return tensor.to(getattr(torch, kind)).float()
+
+
+def _apart(after: Tensor, before: Tensor, kind: str) -> bool:
+    """Whether ``after`` is more than ``before`` in finer numbers."""
+    return not torch.equal(_rounded(after, kind), before.float())
 
 
 def check_update(found: Mapping[str, Tensor], model: nn.Module, where: str) -> None:
