@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import zlib
 from collections.abc import Sequence
 from functools import cache
@@ -14,6 +15,7 @@ import pytest
 import torch
 import transformers
 from audit_setting import NAMES, causal_folder, model_folder
+from tokenizers.processors import TemplateProcessing
 from typer.testing import CliRunner
 
 from rasura import registry
@@ -336,9 +338,14 @@ def test_a_model_that_answers_as_its_base_is_not_measured(tmp_path: Path, causal
 
 def test_a_text_without_a_predicted_token_is_refused(tmp_path: Path, causal_folder: Path) -> None:
     """Its loss was taken for 0, which made it the likeliest member of all."""
-    plan = plan_for(causal_folder, tmp_path, base=str(causal_folder))
+    folder = Path(shutil.copytree(causal_folder, tmp_path / "frameless"))
+    backend = transformers.AutoTokenizer.from_pretrained(folder).backend_tokenizer
+    backend.post_processor = TemplateProcessing(single="$A", pair="$A $B")
+    usual = {"unk_token": "[UNK]", "pad_token": "[PAD]"}
+    transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **usual).save_pretrained(folder)
+    plan = plan_for(folder, tmp_path, base=str(folder))
     with Path(plan.members).open("a") as file:
-        file.write(json.dumps({"text": "met", "input_ids": [11]}) + "\n")
+        file.write(json.dumps({"text": "met"}) + "\n")
     with pytest.raises(InputError, match="predicts no token of this text"):
         MembershipAudit(plan, tmp_path / "run")
 

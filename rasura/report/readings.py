@@ -121,11 +121,13 @@ class Reading:
 
     @cached_property
     def counted(self) -> Reading:
-        """What counts of it: if it is ``inflated``, guessing wherever its guess names mostly tokens that are not there."""
+        """What counts of it: if it is ``inflated``, guessing wherever its guess names mostly tokens that are not there, and
+        nothing where that is so of every example."""
         if not self.inflated:
             return self
-        kept = {n: v if self.named.get(n, 1.0) >= OWN else self.guessed[n] for n, v in self.read.items()}
-        return replace(self, read=kept, named={}, named_blind={})
+        right = {n for n in self.read if self.named.get(n, 1.0) >= OWN}
+        kept = {n: v if n in right else self.guessed[n] for n, v in self.read.items()} if right else {}
+        return replace(self, read=kept, named={}, named_blind={}, together=self.together if right else ())
 
     @property
     def reads(self) -> bool:
