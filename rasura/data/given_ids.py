@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import groupby, takewhile
@@ -17,8 +17,8 @@ _LOG = logging.getLogger("rasura.data")
 E = TypeVar("E")
 
 
-def with_usable_ids(examples: Sequence[E], places: Sequence[str], tokenizer: Any) -> list[E]:
-    """``examples``, read at ``places``, without ``input_ids`` where their text is to be tokenized.
+def with_usable_ids(examples: Sequence[E], place_of: Callable[[Any, int], str], tokenizer: Any) -> list[E]:
+    """``examples``, each read at its place, without ``input_ids`` where their text is to be tokenized.
 
     Ids are used where they decode to the text within the tokenizer's special tokens, as in a file of ``rasura protect``,
     whose text is that of the substitutes. Where they are the tokenizer's own for the text, this makes no difference. A log
@@ -27,9 +27,9 @@ def with_usable_ids(examples: Sequence[E], places: Sequence[str], tokenizer: Any
     """
     found: list[E] = []
     paired = any(one.text_pair for one in cast(Any, examples))
-    for one, place in zip(examples, places, strict=True):
+    for number, one in enumerate(examples, 1):
         example: Any = one
-        if example.input_ids is not None and not _usable(example, place, tokenizer, paired):
+        if example.input_ids is not None and not _usable(example, place_of(example, number), tokenizer, paired):
             example = replace(example, input_ids=None, token_type_ids=None)
         found.append(example)
     return found

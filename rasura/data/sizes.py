@@ -13,7 +13,7 @@ from rasura.data.text import Example, place_of
 def text_sizes(examples: Sequence[Example], tokenizer: Any, longest: int) -> list[tuple[int, int]]:
     """For each of ``examples`` how many tokens, those of the model's frame included, are left of it if it is cut to
     ``longest``, and how many it has."""
-    examples = with_usable_ids(examples, [place_of(e, k) for k, e in enumerate(examples, 1)], tokenizer)
+    examples = with_usable_ids(examples, place_of, tokenizer)
     paired = any(e.text_pair for e in examples)
     second = [e.text_pair or "" for e in examples] if paired else None
     rows = tokenizer([e.text for e in examples], second, verbose=False)["input_ids"]  # or it warns of long texts

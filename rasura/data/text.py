@@ -221,7 +221,7 @@ def encode(
     (unless ``truncate``), a missing label, or a label outside ``0 .. num_labels - 1``. With ``truncate``, the texts of the
     batch end where a fast tokenizer cut them.
     """
-    examples = with_usable_ids(examples, [place_of(e, k) for k, e in enumerate(examples, 1)], tokenizer)
+    examples = with_usable_ids(examples, place_of, tokenizer)
     paired = any(e.text_pair for e in examples)
     first = [e.text for e in examples]
     second = [e.text_pair or "" for e in examples] if paired else None

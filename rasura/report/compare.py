@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from statistics import fmean
 from typing import Any
 
 from rasura.core.errors import InputError
@@ -16,7 +15,7 @@ from rasura.report.gate import ABOVE_LIMIT, NOT_JUDGED, PASSED
 from rasura.report.head import Made
 from rasura.report.matrix import Findings
 from rasura.report.readings import Reading, reading
-from rasura.report.scores import BLIND, Record, about_texts, apart_of, cells_of, setting_of
+from rasura.report.scores import BLIND, Record, about_texts, apart_of, cells_of, means_of, setting_of
 from rasura.report.verdicts import WORDS, Verdict
 
 BESIDE = ("tokenizer of the {}", "configuration of the {}")
@@ -194,10 +193,10 @@ def _change(attack: str, column: str, first: Reading | None, second: Reading | N
 
 def _values_of(first: Reading, second: Reading, paired: bool) -> tuple[list[float], list[float]]:
     """What was read of each group of texts that were sent together: if ``paired``, in either run."""
+    if not paired:
+        return means_of(first.read, first.together), means_of(second.read, second.together)
     both = apart_of([*first.together, *second.together], first.read)
-    groups = (both, both) if paired else (first.together, second.together)
-    one, two = ([fmean(run.read[k] for k in some) for some in g] for run, g in zip((first, second), groups))
-    return one, two
+    return means_of(first.read, both), means_of(second.read, both)
 
 
 def _incomparable(first: Reading | None, second: Reading | None, paired: bool) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -18,8 +18,10 @@ from rasura.report.pooled import Level, crossed, interval
 from rasura.report.scores import (
     BLIND,
     Cell,
+    Groups,
     Record,
     gave_up,
+    means_of,
     named_in_batch,
     notes_of,
     scored,
@@ -52,7 +54,7 @@ class Reading:
     guessing by a guess that is at least ``span``. ``ended``: updates of which every example was measured. ``ended_as``:
     status -> examples. ``named``, ``named_blind``: example -> the known shares of tokens in the guess, and in guessing's,
     that stand anywhere in the batch. ``keys``: of a protection of a service, the number of each key -> what ``read`` and
-    ``guessed`` say behind it. ``together``: the measured examples, in the groups that were sent together (``together``).
+    ``guessed`` say behind it. ``together``: the measured examples in the groups of ``scores.together``.
     """
 
     attack: str
@@ -69,7 +71,7 @@ class Reading:
     named: Mapping[int, float] = field(default_factory=dict)
     named_blind: Mapping[int, float] = field(default_factory=dict)
     keys: Mapping[int, Mapping[int, tuple[float, float]]] = field(default_factory=dict)
-    together: tuple[tuple[int, ...], ...] = ()
+    together: Groups = ()
 
     @cached_property
     def level(self) -> Level | None:
@@ -85,7 +87,7 @@ class Reading:
         """The mean of ``worth`` of what was read and guessed, with its interval: over what was sent ``together``, since an
         attack often reads all of an update or nothing, or over the examples and the keys where there are several."""
         if len(self.keys) < 2:
-            return interval((_mean([worth(self.read[n], self.guessed[n]) for n in some]) for some in self.together), bounds)
+            return interval(means_of({n: worth(v, self.guessed[n]) for n, v in self.read.items()}, self.together), bounds)
         rows = (
             tuple(worth(*behind[n]) if n in behind else math.nan for n in sorted(self.read)) for behind in self.keys.values()
         )
@@ -110,12 +112,12 @@ class Reading:
     @cached_property
     def precise(self) -> bool:
         """Whether at least ``OWN`` of the tokens that it names stand in the batch, as far as that is known."""
-        return not self.named or _mean(self.named.values()) >= OWN
+        return not self.named or _mean(self.named) >= OWN
 
     @cached_property
     def inflated(self) -> bool:
         """Whether what it scores above guessing may come from naming more tokens than guessing, and fewer of them right."""
-        if self.precise or not self.named_blind or _mean(self.named.values()) >= _mean(self.named_blind.values()):
+        if self.precise or not self.named_blind or _mean(self.named) >= _mean(self.named_blind):
             return False
         return self.above or sum(self.gains) >= CLEARLY * len(self.gains) > 0
 
@@ -213,8 +215,8 @@ def _means(found: Mapping[int, Sequence[tuple[float, float]]]) -> dict[int, tupl
     return {n: (sum(v for v, _ in some) / len(some), sum(g for _, g in some) / len(some)) for n, some in found.items()}
 
 
-def _mean(found: Collection[float]) -> float:
-    return sum(found) / len(found)
+def _mean(found: Mapping[int, float]) -> float:
+    return sum(found.values()) / len(found)
 
 
 def readings(records: Iterable[Record], cells: Mapping[Cell, tuple[int, ...]], metric: str) -> dict[str, Reading]:

@@ -137,11 +137,14 @@ def apart_of(sent: Iterable[Iterable[int]], measured: Container[int]) -> Groups:
     What is read of one example says something of the others in its update, and so on over an example that two updates
     share. Nothing that is read of one group says anything of another, as far as the examples are independent.
     """
-    groups: list[set[int]] = []
+    group: dict[int, set[int]] = {}
     for update in sent:
         here = set(update)
-        mine = [g for g in groups if g & here]
-        groups = [g for g in groups if not g & here] + [here.union(*mine)]
+        mine = {id(group[n]): group[n] for n in here if n in group}
+        whole = here.union(*mine.values())
+        if len(mine) != 1 or len(whole) > len(next(iter(mine.values()))):
+            group |= dict.fromkeys(whole, whole)
+    groups = {id(g): g for g in group.values()}.values()
     kept = (tuple(sorted(n for n in g if n in measured)) for g in groups)
     return tuple(sorted(some for some in kept if some))
 
@@ -153,6 +156,11 @@ def together(records: Iterable[Record], measured: Iterable[int]) -> Groups:
     if any(r["threat"] == OPERATOR for r in records):
         return tuple((n,) for n in sorted(there))
     return apart_of(map(notes_of, records), there)
+
+
+def means_of(values: Mapping[int, float], groups: Groups) -> list[float]:
+    """The mean of each of ``groups`` of examples, by their ``values``."""
+    return [fmean(values[n] for n in some) for some in groups]
 
 
 def updates_of(groups: Groups, n: int) -> int:
@@ -172,5 +180,4 @@ def guessing(records: Iterable[Record], metric: str) -> Level | None:
     groups = together(records, means)
     if not groups:
         return None
-    found = interval(fmean(means[n] for n in some) for some in groups)
-    return Level(*found, max(means.values()), len(means), updates_of(groups, len(means)))
+    return Level(*interval(means_of(means, groups)), max(means.values()), len(means), updates_of(groups, len(means)))

@@ -82,9 +82,10 @@ def _trained(entries: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], tuple[st
     Whole state dicts hold frozen weights, whose change is zero: as a gradient it would say that no text can be there. Of
     LoRA's matrices one is zero in the first step, which says something.
     """
-    kept = {n: t for n, t in entries.items() if "lora_" in n or bool(t.any())}
+    changed = {n for n, t in entries.items() if bool(t.any())}
+    kept = {n: t for n, t in entries.items() if n in changed or "lora_" in n}
     left = len(entries) - len(kept)
-    if not left or not any(bool(t.any()) for t in kept.values()):
+    if not left or not changed:
         return dict(entries), ()
     return kept, (f"{left} of {len(entries)} tensors did not change and count as not trained",)
 

@@ -93,20 +93,19 @@ def check_update(found: Mapping[str, Tensor], model: nn.Module, where: str) -> N
     """Raises ``InputError`` if the supposed update equals the model's own weights or is near them, all together or one
     matrix: in a trained adapter B, which began at zero, may outgrow all others."""
     own = {n: p.detach().cpu() for n, p in model.named_parameters() if n in found}
-    apart = sum(_square(t - own[n]) for n, t in found.items())
-    norm = sum(map(_square, own.values()))
-    if (norm > 0 and apart < NEAR * norm) or any(_are_weights(t, own[n]) for n, t in found.items()):
+    squares = {n: (_square(t), _square(own[n]), _square(t - own[n])) for n, t in found.items()}
+    matrices = [n for n, t in found.items() if t.dim() >= 2 and t.numel() >= LEAST]
+    norm, apart = (sum(one[place] for one in squares.values()) for place in (1, 2))
+    if (norm > 0 and apart < NEAR * norm) or any(_are_weights(*squares[n]) for n in matrices):
         raise InputError(
             f"{where} holds weights, not an update: they are near the model's own. Pass the weights before the "
             "round with --before, and how they were trained with --update"
         )
 
 
-def _are_weights(tensor: Tensor, own: Tensor) -> bool:
-    """Whether one matrix is near the model's ``own``, or points the same way at a like size."""
-    if tensor.dim() < 2 or tensor.numel() < LEAST:
-        return False
-    size, norm, apart = _square(tensor), _square(own), _square(tensor - own)
+def _are_weights(size: float, norm: float, apart: float) -> bool:
+    """Whether a matrix is near the model's own, or points the same way at a like size, by the squared norms of both and of
+    their difference."""
     along = (size + norm - apart) / 2
     alike = along > ALIKE * math.sqrt(size * norm) and norm / 25 < size < 25 * norm
     return norm > 0 and (apart < NEAR * norm or alike)
