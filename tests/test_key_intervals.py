@@ -22,7 +22,7 @@ from rasura.registry.services import parse_service_protection
 from rasura.runs.service_plan import ServicePlan
 from rasura.runs.services import ServiceAudit
 from rasura.studies.files import load_study
-from rasura.studies.metric_values import keyed_text
+from rasura.studies.metric_values import keyed_level, level_text
 from rasura.testing.tiny import VOCABULARY, tiny
 
 __all__ = ["model_folder"]
@@ -139,10 +139,10 @@ def test_the_same_texts_are_read_behind_each_key(tmp_path: Path, model_folder: P
         records += list(audit.run(store))
         store.close()
     assert [r.seed for r in records] == [0, 1]
-    rows = [r.scores["top1"]["per_record"] for r in records]
+    rows, behind = [r.scores["top1"]["per_record"] for r in records], [r.to_dict() for r in records]
     mean, low, high = crossed_interval(rows)
-    assert keyed_text(rows, "top1") == f"{100 * mean:.1f} [{100 * low:.0f}, {100 * high:.0f}]"
-    assert keyed_text([rows[0], []], "top1") == "–"  # read behind one key only
+    assert level_text(keyed_level(behind, "top1"), "top1") == f"{100 * mean:.1f} [{100 * low:.0f}, {100 * high:.0f}]"
+    assert level_text(keyed_level([behind[0], {"scores": {}}], "top1"), "top1") == "–"  # read behind one key only
     with pytest.raises(InputError, match="key is -1"):
         replace(plan, key=-1).checked()
     both = ServiceAudit(replace(plan, keys=2))

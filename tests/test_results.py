@@ -118,11 +118,11 @@ def levels(text: str) -> Iterator[tuple[tuple[object, ...], str, float, float]]:
                     yield setting, name, float(ends[1]), float(ends[2])
 
 
-def test_no_row_of_fewer_than_five_texts_has_an_interval() -> None:
+def test_no_row_of_fewer_than_five_updates_has_an_interval() -> None:
     counted = 0
     for cell in rows(RESULTS):
         few = [value for value in cell.values() if re.search(r" \([0-4]\)$", value)]
-        if cell.get("n", "").isdigit() and int(cell["n"]) < ENOUGH:
+        if cell.get("n", "").isdigit() and int(cell["n"]) < ENOUGH * int(cell.get("batch", 1)):
             tried = next((int(t[1]) for value in cell.values() if (t := re.search(r"of (\d+)$", value))), 0)
             # The blind level is of every text that was tried, read or not.
             few = [value for head, value in cell.items() if tried < ENOUGH or head != "blind R-1"]
@@ -132,7 +132,7 @@ def test_no_row_of_fewer_than_five_texts_has_an_interval() -> None:
 
 
 def intervals(text: str) -> Iterator[tuple[str, int, float, float, float]]:
-    """Of every share that an attack reads, with an interval over texts: its section, n, the level and both ends."""
+    """Of every share that an attack reads, with an interval: its section, the number of updates, the level and both ends."""
     for name, part in sections(text):
         served = re.search(r"\. Model \S+, (\d+) texts of ", part)
         for cell in rows(part):
@@ -142,7 +142,7 @@ def intervals(text: str) -> Iterator[tuple[str, int, float, float, float]]:
                     texts = found[4] or cell.get("n") or (served[1] if served else "")
                     assert texts.isdigit(), f"no number of texts: {name}: {cell}"
                     level, low, high = map(float, found.groups()[:3])
-                    yield name, int(texts), level, low, high
+                    yield name, int(texts) // int(cell.get("batch", 1)), level, low, high
 
 
 def test_no_interval_is_narrower_than_that_of_equal_values() -> None:

@@ -29,6 +29,7 @@ from rasura.runs.services import ServiceAudit, audit_service
 from rasura.runs.train_plan import TrainPlan
 from rasura.runs.training import Training
 from rasura.studies.files import load_study, prepared
+from rasura.studies.metric_values import keyed_level
 from rasura.studies.plots import of_service
 from rasura.testing.tiny import SEP, tiny, tokenizer_folder
 from rasura.victims.recipe import Recipe
@@ -88,13 +89,22 @@ def test_curves_are_named_by_what_tells_them_apart(tmp_path: Path) -> None:
     plan = prepared(study, data=str(tmp_path))
     assert isinstance(plan, ServicePlan)
     heights = zip(plan.protections, (0.1, 0.9, 0.3))
-    rows = [
-        {"defense": p, "attack": "knn", "update": "uploaded", "scores": {"top1": {"per_record": [0.5, y]}}}
+    rows: list[dict[str, Any]] = [
+        {"defense": p, "attack": "knn", "update": "uploaded", "status": "ok", "scores": {"top1": {"per_record": [0.5, y]}}}
         for p, y in heights
     ]
     figure = of_service(study, plan, rows)
     assert figure is not None and [c.name for c in figure.curves] == ["knn"]
     assert [round(p[1], 6) for p in figure.curves[0].points] == [30.0, 70.0]
+    keys = [
+        {**r, "scores": {"top1": {"per_record": [y + step for y in (0.1, 0.2, 0.3, 0.4, 0.5)]}}}
+        for r in rows
+        for step in (0, 0.5)
+    ]
+    figure = of_service(study, plan, keys)
+    assert figure is not None
+    (_, mean, *shown), *_ = figure.curves[0].points
+    assert (mean, *shown) == keyed_level(keys[:2], "top1"), "over keys and texts"
     rows.append({**rows[2], "defense": "obfuslm:k=5/epsilon=3.0"})
     figure = of_service(study, plan, rows)
     assert figure is not None

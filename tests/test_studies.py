@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from dataclasses import replace
 from itertools import count
@@ -25,7 +26,7 @@ from rasura.runs.train_plan import TrainPlan
 from rasura.studies.deviations import MODELS, measured
 from rasura.studies.files import CELL, load_study, names, prepared
 from rasura.studies.filling import in_time, row_key, urgency
-from rasura.studies.metric_values import level_text, seeds_of, values_of
+from rasura.studies.metric_values import level_of, level_text, seeds_of, values_of
 from rasura.studies.plots import of_audit, write
 from rasura.studies.tables import head, section, write_section
 
@@ -112,20 +113,23 @@ def test_the_notes_of_a_study_are_not_said_of_another_model_or_other_texts(tmp_p
 
 
 def test_fewer_than_five_values_have_a_mean_and_no_interval() -> None:
-    assert level_text([0.5] * 4, "rouge1") == "50.0" and level_text([0.5] * 5, "rouge1").startswith("50.0 [")
-    assert level_text([], "rouge1") == "–" and level_text([3.0] * 9, "loss") == "3.00"
+    def text(values: list[float], metric: str) -> str:
+        return level_text(level_of(values, metric), metric)
+
+    assert text([0.5] * 4, "rouge1") == "50.0" and text([0.5] * 5, "rouge1").startswith("50.0 [")
+    assert text([], "rouge1") == "–" and text([3.0] * 9, "loss") == "3.00"
 
 
 def test_the_table_holds_our_means_the_blind_level_and_the_paper_s_figure(tmp_path: Path) -> None:
     study = load_study("one", study_folder(tmp_path, BODY))
-    records = [record("span", [1.0, 0.5]), record("blind", [0.1]), record("span", [], "failed")]
+    records = [record("span", [1.0]), record("span", [0.5]), record("blind", [0.1]), record("span", [], "failed")]
     records += [record("span", [], "not_applicable")] * 2 + [record("span", [], "crashed")]
     plan = prepared(study)
     assert isinstance(plan, Plan)
     text = section(study, plan, records)
     rows = [line for line in text.splitlines() if line.startswith("| ")]
     assert rows[1].startswith("| blind | none, honest-server | 1 | 1 | 1 | 10.0 | ")
-    assert "| 53.3 | " in rows[2] and "| 1 / 1 / 2 of 5 |" in rows[2] and rows[2].endswith("| 12.3 |")
+    assert "| 53.3 | " in rows[2] and "| 1 / 1 / 2 of 6 |" in rows[2] and rows[2].endswith("| 12.3 |")
     assert (
         rows[1].endswith("| – |")
         and "A paper, Table 1" in text
@@ -135,10 +139,24 @@ def test_the_table_holds_our_means_the_blind_level_and_the_paper_s_figure(tmp_pa
 
 
 def test_a_text_counts_once_whatever_the_number_of_seeds() -> None:
-    seeds = [record("span", [1.0, 0.5], first=1), record("span", [0.0, 0.5], first=1), record("span", [], "failed", first=2)]
-    assert values_of(seeds, "rouge1", "scores") == [0.5, (0.5 + 0.5 + 0.1) / 3]
-    assert values_of(seeds, "rouge1", "blind") == pytest.approx([0.1, 0.1])
-    assert values_of([record("span", [], "crashed")], "rouge1", "scores") == []
+    seeds = [record("span", [0.5], first=1), record("span", [0.1], first=1), record("span", [], "failed", first=2)]
+    assert values_of(seeds, "rouge1", "scores") == (pytest.approx([0.3, 0.1]), 2)
+    assert values_of(seeds, "rouge1", "blind") == (pytest.approx([0.1, 0.1]), 2)
+    assert values_of([record("span", [], "crashed")], "rouge1", "scores") == ([], 0)
+
+
+def test_the_texts_of_one_update_count_once_in_an_interval(tmp_path: Path) -> None:
+    updates = [record("span", [1.0, 1.0], first=1), record("span", [0.0, 0.5], first=3), record("span", [0.5, 0.0], first=3)]
+    assert values_of(updates, "rouge1", "scores") == ([1.0, 0.25], 4)
+    study = load_study("one", study_folder(tmp_path, BODY))
+    plan = prepared(study)
+    assert isinstance(plan, Plan)
+    four, five = ([record("span", [1.0, 0.0], first=2 * k) for k in range(n)] for n in (4, 5))
+    assert "| 8 | 1 | 50.0 | " in section(study, plan, four), "eight texts in four updates: too few for an interval"
+    (told,) = re.findall(r"\| 10 \| 1 \| (50.0 \[.*?\]) \|", section(study, plan, five))
+    assert (
+        told == level_text(level_of([0.5] * 5, "rouge1"), "rouge1") != level_text(level_of([0.5] * 10, "rouge1"), "rouge1")
+    )
 
 
 def test_cpu_seconds_are_of_cells_without_a_gpu_where_there_are_any(tmp_path: Path) -> None:
@@ -177,6 +195,17 @@ def test_a_plot_shows_each_attack_over_the_strength_beside_guessing(tmp_path: Pa
     assert b"<svg" in first and b"span" in first
     assert write(plot, tmp_path / "again.svg").read_bytes() == first
     assert of_audit(study, plan, rows[:1]) is None  # one point is no curve
+
+    def ends(rows: list[dict[str, Any]]) -> list[float]:
+        plot = of_audit(study, plan, rows)
+        assert plot is not None
+        return [end for curve in plot.curves for point in curve.points for end in point]
+
+    five = [
+        {**record("span", [v], first=k), "defense": d} for d in defenses[1:] for k, v in enumerate((0.1, 0.3, 0.5, 0.7, 0.9))
+    ]
+    assert ends(five)[2] < 50 < ends(five)[3]
+    assert ends([{**r, "seed": seed} for r in five for seed in range(3)]) == pytest.approx(ends(five)), "a text counts once"
 
 
 def test_a_section_replaces_its_older_self_and_no_other(tmp_path: Path) -> None:
@@ -235,7 +264,7 @@ def test_the_script_of_a_study_is_there(name: str) -> None:
 
 def test_rows_without_an_interval_come_first_then_cheap_ones_that_are_short_then_the_widest() -> None:
     def sized(low: float, high: float, seeds: int = 3) -> list[dict[str, object]]:
-        texts = [record("span", [low, high]) for _ in range(8)]
+        texts = [record("span", [value]) for _ in range(8) for value in (low, high)]
         return [{**r, "seed": seed} for r in texts for seed in range(seeds)]
 
     rows = {
@@ -249,6 +278,9 @@ def test_rows_without_an_interval_come_first_then_cheap_ones_that_are_short_then
         "never": [{**record("span", [], "crashed"), "cpu_seconds": 60.0}] * 5,
     }
     assert sorted(sorted(rows), key=lambda name: urgency(rows[name], "rouge1")) == list(rows)
+    four = [{**record("span", [0.5] * 4), "batch_size": 4, "seed": seed} for seed in range(3)] * 4
+    of_four = [{**r, "examples": [4 * k + n for n in range(4)]} for k, r in enumerate(four)]
+    assert urgency(of_four, "rouge1")[0] == 1, "16 texts with three seeds, and four updates: no interval yet"
 
 
 @pytest.mark.slow

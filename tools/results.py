@@ -183,8 +183,9 @@ def coverage(found: Sequence[Section], folder: Path = ROOT) -> str:
     lines = [
         "What of each paper is reproduced, counted from the plans and the sections below by "
         "`python -m tools.results --write`. A cell is one printed value. Ours is a cell of the same row on a stand-in, so "
-        "the two need not agree: each section says first in what ours differs. `n` counts texts. *Inside* counts the "
-        "paper's values that lie in our 95 % interval, or in the range over seeds of a training, of all that have one.",
+        "the two need not agree: each section says first in what ours differs. `n` counts texts. The texts of one update "
+        "count once in an interval, and fewer than five updates have none. *Inside* counts the paper's values that lie in "
+        "our 95 % interval, or in the range over seeds of a training, of all that have one.",
         "",
         "{} of {} rows of attacks that ran under several seeds have the same figures under each, text by text. In such a "
         "row further seeds add nothing.".format(*_equal(folder)),

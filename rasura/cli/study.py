@@ -68,7 +68,7 @@ def study(
         training = files.prepared_training(found, plan) if found.train else None
         worth, records = served(plan, place, training, as_json, found.keys, where)
         text = tables.service_section(found, plan, records, worth)
-        plot = plots.of_service(found, plan, records) if found.keys == 1 else None
+        plot = plots.of_service(found, plan, records)
     elif isinstance(plan, TrainPlan):
         text, plot = of_training(found, plan, place, as_json, where)
     else:

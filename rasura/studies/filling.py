@@ -34,7 +34,7 @@ def urgency(records: Sequence[Mapping[str, Any]], metric: str) -> tuple[int, flo
     some of their 16 texts or three seeds, those that take the least time first. The others follow by the width of their
     interval, the widest first. An attack that never gives a value has its cells counted in place of values.
     """
-    values = values_of(records, metric, "scores")
+    values = values_of(records, metric, "scores").draws
     if len(values) < ENOUGH and len(records) < ENOUGH:
         return 0, 0.0, len(records)
     seconds = median(r["cpu_seconds"] for r in records)
@@ -45,10 +45,11 @@ def urgency(records: Sequence[Mapping[str, Any]], metric: str) -> tuple[int, flo
 
 
 def _lacking(records: Sequence[Mapping[str, Any]]) -> int:
-    """How many cells a row lacks, until each of its texts, 16 at least, was attacked with three seeds."""
-    tried = seeds_by_text(records)
-    missing = sum(max(0, SEEDS - len(seeds)) for seeds in tried.values()) + SEEDS * max(0, TEXTS - len(tried))
-    return -(-missing // int(records[0]["batch_size"]))
+    """How many cells a row lacks, until each of its texts was attacked with three seeds: 16 texts at least, in as many
+    updates as an interval needs."""
+    tried, size = seeds_by_text(records), int(records[0]["batch_size"])
+    missing = sum(max(0, SEEDS - len(seeds)) for seeds in tried.values())
+    return -(-(missing + SEEDS * max(0, max(TEXTS, ENOUGH * size) - len(tried))) // size)
 
 
 def in_time(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from math import isnan, nan
-from typing import Any
+from statistics import fmean
+from typing import Any, NamedTuple
 
 from rasura.metrics.intervals import crossed_interval
 from rasura.report.pooled import pooled
-from rasura.report.scores import notes_of
+from rasura.report.scores import means_of, notes_of, together
 
 
 def spread_text(found: Sequence[float | None], metric: str) -> str:
@@ -64,17 +65,30 @@ ENOUGH = 5
 """Texts from which on a figure has an interval that is worth showing."""
 
 
-def values_of(records: Iterable[Mapping[str, Any]], metric: str, side: str) -> list[float]:
-    """Values of a metric, one for each different text, as in the report: the mean of its attempts with all seeds. An
-    attempt that failed has the score of guessing."""
-    found: dict[int, list[float]] = {}
+class Values(NamedTuple):
+    """The values of a metric that count once each, one for every group of texts that share no update; and of how many
+    ``texts`` they are."""
+
+    draws: list[float]
+    texts: int
+
+    def text(self, metric: str) -> str:
+        """Their mean with its 95 % interval."""
+        return level_text(level_of(self.draws, metric), metric)
+
+
+def values_of(records: Iterable[Mapping[str, Any]], metric: str, side: str) -> Values:
+    """Values of a metric, one for each group of texts that were sent together, as in the report: the mean over its texts
+    of their means over attempts with all seeds. An attempt that failed has the score of guessing."""
+    records, found = list(records), dict[int, list[float]]()
     for r in records:
         scores = r[side] if r["status"] == "ok" or side == "blind" else r["blind"] if r["status"] == "failed" else {}
         values = scores.get(metric, {}).get("per_record", [])
         for note, value in zip(notes_of(r), values, strict=bool(values)):
             if value is not None:
                 found.setdefault(note, []).append(value)
-    return [sum(some) / len(some) for some in found.values()]
+    means = {note: fmean(some) for note, some in found.items()}
+    return Values(means_of(means, together(records, means)), len(means))
 
 
 def seeds_of(records: Iterable[Mapping[str, Any]]) -> int:
@@ -93,7 +107,8 @@ def seeds_by_text(records: Iterable[Mapping[str, Any]]) -> dict[int, set[int]]:
 
 
 def level_of(values: Sequence[float], metric: str) -> tuple[float, float, float]:
-    """Mean of ``values`` and the ends of its interval, in the unit that is shown; NaN where there are none.
+    """Mean of ``values``, each of which counts once, and the ends of its interval, in the unit that is shown; NaN where
+    there are none.
 
     A metric without a range has no interval, and fewer than ``ENOUGH`` values have none: its ends are NaN.
     """
@@ -104,22 +119,23 @@ def level_of(values: Sequence[float], metric: str) -> tuple[float, float, float]
     return scale * level.mean, scale * low, scale * high
 
 
-def keyed_text(rows: Sequence[Sequence[float | None]], metric: str) -> str:
-    """As ``level_text``, of values behind several keys, a row for each: the interval is over keys and texts."""
+def keyed_level(behind_keys: Sequence[Mapping[str, Any]], metric: str) -> tuple[float, float, float]:
+    """As ``level_of``, of records of the same texts behind several keys: the interval is over keys and texts. NaN for an
+    attack that read behind some keys only, and for a metric without a range."""
+    rows = [r["scores"].get(metric, {}).get("per_record", []) for r in behind_keys]
     if len(rows) == 1:
-        return level_text([v for v in rows[0] if v is not None], metric)
-    bounds, (scale, digits) = BOUNDS.get(metric, (0.0, 1.0)), SCALES.get(metric, SHARE)
+        return level_of([v for v in rows[0] if v is not None], metric)
+    bounds, (scale, _) = BOUNDS.get(metric, (0.0, 1.0)), SCALES.get(metric, SHARE)
     if bounds is None or not all(rows) or len({len(row) for row in rows}) > 1:
-        return "–"  # an attack that read behind some keys only has no level
+        return nan, nan, nan
     every = [[nan if v is None else v for v in row] for row in rows]
-    mean, low, high = (scale * v for v in crossed_interval(every, low=bounds[0], high=bounds[1]))
-    ends = max(0, digits - 1)
-    return "–" if isnan(mean) else f"{mean:.{digits}f} [{low:.{ends}f}, {high:.{ends}f}]"
+    mean, low, high = crossed_interval(every, low=bounds[0], high=bounds[1])
+    return scale * mean, scale * low, scale * high
 
 
-def level_text(values: Sequence[float], metric: str) -> str:
-    """The mean of a metric with its 95 % interval."""
-    mean, low, high = level_of(values, metric)
+def level_text(level: tuple[float, float, float], metric: str) -> str:
+    """A ``level`` of a metric, its mean with the 95 % interval."""
+    mean, low, high = level
     if isnan(mean):
         return "–"
     digits = SCALES.get(metric, SHARE)[1]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
@@ -18,7 +18,7 @@ from rasura.runs.plans import Plan
 from rasura.runs.service_plan import ServicePlan
 from rasura.runs.train_plan import TrainPlan
 from rasura.studies.files import Study
-from rasura.studies.metric_values import NAMES, SCALES, SHARE, level_of, values_of
+from rasura.studies.metric_values import NAMES, SCALES, SHARE, keyed_level, level_of, values_of
 from rasura.studies.tables import service_place
 
 GUESSING = "guessing"
@@ -52,8 +52,11 @@ class Plot:
     bounded: bool = True
 
 
-Cells = dict[tuple[str, ...], dict[float, list[float]]]
-"""Values of each text by attack and what else names a curve, and by the place on the axis across."""
+Point = tuple[float, float, float]
+"""A level and the ends of its interval."""
+
+Cells = dict[tuple[str, ...], dict[float, list[Mapping[str, Any]]]]
+"""Records by attack and what else names a curve, and by the place on the axis across."""
 
 
 def of_audit(study: Study, plan: Plan, records: Iterable[Mapping[str, Any]]) -> Plot | None:
@@ -61,33 +64,44 @@ def of_audit(study: Study, plan: Plan, records: Iterable[Mapping[str, Any]]) -> 
     rows, metric = list(records), study.metrics[0]
     strengths: Cells = {}
     sizes: Cells = {}
-    guesses: dict[bool, dict[float, list[float]]] = {True: {}, False: {}}
+    guesses: dict[bool, dict[float, list[Mapping[str, Any]]]] = {True: {}, False: {}}
     for r in rows:
-        values, blind = (values_of([r], metric, side) for side in ("scores", "blind"))
         places = [(sizes, float(r["batch_size"]), [r["defense"]])]
         if (known := strength(r["defense"])) is not None:
             places.append((strengths, known[1], [known[0], str(r["batch_size"])]))
         for cells, x, about in places:
             key = (r["attack"], *about, r["threat"], r["update"])
-            cells.setdefault(key, {}).setdefault(x, []).extend(values)
-            guesses[cells is strengths].setdefault(x, []).extend(blind)
+            cells.setdefault(key, {}).setdefault(x, []).append(r)
+            guesses[cells is strengths].setdefault(x, []).append(r)
     varied = any(len(points) > 1 for points in strengths.values())
-    curves = _curves(strengths if varied else sizes, plan.attacks, metric)
+
+    def level(some: Iterable[Mapping[str, Any]], side: str = "scores") -> Point:
+        return level_of(values_of(some, metric, side).draws, metric)
+
+    curves = _curves(strengths if varied else sizes, plan.attacks, level)
     if not curves:
         return None
-    return _over(curves, guesses[varied], _strength_of(strengths) if varied else "texts in a batch", metric)
+    blind = {x: level(some, "blind") for x, some in guesses[varied].items()}
+    return _over(curves, blind, _strength_of(strengths) if varied else "texts in a batch", metric)
 
 
 def of_service(study: Study, plan: ServicePlan, records: Iterable[Mapping[str, Any]]) -> Plot | None:
     """As ``of_audit``, over the last number of each protection."""
     found: Cells = {}
-    guesses: dict[float, list[float]] = {}
+    guesses: dict[float, Point] = {}
     metric = next(m for m in study.metrics if m not in HIGHER_IS_BETTER)
+
+    def level(behind_keys: Sequence[Mapping[str, Any]]) -> Point:
+        return keyed_level(behind_keys, metric)
+
     for r in sorted(records, key=service_place(plan)):
-        if (known := strength(r["defense"])) is not None:
-            cell = guesses if r["attack"] == "blind" else found.setdefault((r["attack"], known[0], r["update"]), {})
-            cell.setdefault(known[1], []).extend(r["scores"].get(metric, {}).get("per_record", []))
-    curves = _curves(found, (*plan.attacks, CLIENT), metric)
+        known = strength(r["defense"])
+        if known is not None and r["status"] != "not_applicable":
+            if r["attack"] == "blind":
+                guesses.setdefault(known[1], level([r]))  # guessing knows no key
+            else:
+                found.setdefault((r["attack"], known[0], r["update"]), {}).setdefault(known[1], []).append(r)
+    curves = _curves(found, (*plan.attacks, CLIENT), level)
     return _over(curves, guesses, _strength_of(found), metric) if curves else None
 
 
@@ -97,7 +111,7 @@ def _strength_of(found: Cells) -> str:
     return ends.pop() if len(ends) == 1 else "strength of the protection"
 
 
-def _curves(found: Cells, attacks: Sequence[str], metric: str) -> list[Curve]:
+def _curves(found: Cells, attacks: Sequence[str], level: Callable[[Sequence[Mapping[str, Any]]], Point]) -> list[Curve]:
     """A curve for every cell with two places or more, named by what tells it from the others."""
     lines = {key: points for key, points in found.items() if len(points) > 1}
     varied = [k for k in range(1, max(map(len, lines), default=1)) if len({key[k] for key in lines}) > 1]
@@ -106,7 +120,7 @@ def _curves(found: Cells, attacks: Sequence[str], metric: str) -> list[Curve]:
     apart = len(lines) > FEW and bool(varied) and len({key[0] for key in lines}) > 1
     out = []
     for key in sorted(lines, key=lambda key: attacks.index(key[0])):  # and else in the order of the plan
-        points = [(x, *level_of(values, metric)) for x, values in sorted(lines[key].items())]
+        points = [(x, *level(some)) for x, some in sorted(lines[key].items())]
         if some := [p for p in points if p[1] == p[1]]:  # an attack that never applied has no curve
             about = [names[key] if k == 1 else key[k] for k in varied]
             name = ", ".join(about if apart else [key[0], *about])
@@ -114,9 +128,9 @@ def _curves(found: Cells, attacks: Sequence[str], metric: str) -> list[Curve]:
     return out
 
 
-def _over(curves: Sequence[Curve], guesses: Mapping[float, list[float]], across: str, metric: str) -> Plot:
+def _over(curves: Sequence[Curve], guesses: Mapping[float, Point], across: str, metric: str) -> Plot:
     there = {x for curve in curves for x, *_ in curve.points}
-    levels = [(x, *level_of(some, metric)) for x, some in sorted(guesses.items()) if x in there]
+    levels = [(x, *level) for x, level in sorted(guesses.items()) if x in there]
     blind = [Curve(GUESSING, [(x, y, y, y) for x, y, _, _ in levels if y == y])] if levels else []
     return Plot([*curves, *blind], across, NAMES.get(metric, metric), SCALES.get(metric, SHARE)[0] == 100)
 
@@ -135,7 +149,7 @@ def of_tradeoff(
         worth = [r["after"][useful] for r in some]
         cells = [r for r in records if (r["attack"], r["defense"]) == (plan.attacks[0], audited)]
         known = strength(audited)
-        y = level_of(values_of(cells, risky, "scores"), risky)
+        y = level_of(values_of(cells, risky, "scores").draws, risky)
         kinds.setdefault(known[0] if known else audited, []).append(
             (SCALES.get(useful, SHARE)[0] * sum(worth) / len(worth), *y)
         )

@@ -20,7 +20,7 @@ from rasura.runs.plans import Plan
 from rasura.runs.service_plan import ServicePlan
 from rasura.runs.train_plan import TrainPlan
 from rasura.studies.files import CELL, FOLDER, Study
-from rasura.studies.metric_values import NAMES, keyed_text, level_text, row_of, seeds_of, spread_text, values_of
+from rasura.studies.metric_values import NAMES, keyed_level, level_text, row_of, seeds_of, spread_text, values_of
 
 RESULTS = FOLDER / "RESULTS.md"
 
@@ -45,12 +45,12 @@ def section(study: Study, plan: Plan, records: Iterable[Mapping[str, Any]]) -> s
         some = list(group)
         where = dict(zip(CELL, cell))
         values = [values_of(some, m, "scores") for m in study.metrics]
-        ours = [level_text(v, m) for v, m in zip(values, study.metrics)]
-        blind = level_text(values_of(some, study.metrics[0], "blind"), study.metrics[0])
+        ours = [v.text(m) for v, m in zip(values, study.metrics)]
+        blind = values_of(some, study.metrics[0], "blind").text(study.metrics[0])
         behind = ", ".join(dict.fromkeys(str(where[k]) for k in ("defense", "update", "threat") if where[k] not in _USUAL))
         timed = [r for r in some if r.get("device", "cpu") == "cpu"] or some  # a GPU's share of the work is no CPU time
         seconds = sum(r["cpu_seconds"] for r in timed) / len(timed)
-        first = [where["attack"], behind or "none", where["batch_size"], len(values[0]), seeds_of(some)]
+        first = [where["attack"], behind or "none", where["batch_size"], values[0].texts, seeds_of(some)]
         spent = []
         if costly:
             sent, took = (sum(r.get(k, 0) for r in some) / len(some) for k in ("sent_bytes", "defense_seconds"))
@@ -124,7 +124,7 @@ def tradeoff_section(
         for attack, size, metric in risks:
             cells = [r for r in records if (r["attack"], r["batch_size"], r["defense"]) == (attack, size, audited)]
             values = values_of(cells, metric, "scores")
-            row.append(f"{level_text(values, metric)} ({len(values)})")
+            row.append(f"{values.text(metric)} ({values.texts})")
         paper = [study.figure({"attack": plan.attacks[0], "defense": audited}, risky)] * bool(study.figures)
         lines.append(row_of([*row, *paper]))
     said = {side.name: stated(side.results) for side in sides(results)}
@@ -195,7 +195,7 @@ def service_section(
         some = [r for r in behind_keys if r["status"] != "not_applicable"]
         if not some:
             continue
-        ours = [keyed_text([r["scores"].get(m, {}).get("per_record", []) for r in some], m) for m in risky]
+        ours = [level_text(keyed_level(some, m), m) for m in risky]
         where = {"protection": defense, "attack": attack, "weights": weights}
         first = [v for k, v in where.items() if told or k != "weights"]
         seconds = sum(r["cpu_seconds"] for r in some) / len(some)
