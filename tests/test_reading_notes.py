@@ -134,7 +134,9 @@ def test_fewer_texts_than_the_batch_are_told(tmp_path: Path) -> None:
     assert found.texts == (TEXT,) and found.notes == (fewer,)
     assert read_update(path, twice, ReadRequest(attack="span", batch_size=1)).notes == ()
     unproven = Reconstruction(((1, 40, 3, 2),), "matched")
-    assert notes(unproven, twice, 3, None) == ("1 of 3 texts; equal texts are named once, and others may be missing",)
+    assert notes(unproven, twice, ReadRequest(batch_size=3)) == (
+        "1 of 3 texts; equal texts are named once, and others may be missing",
+    )
     # The update of a text beside one of a single token is that of the text alone: it proves no second copy of it.
     mask = torch.ones_like(inputs["input_ids"])
     mask[1, 1:] = 0
@@ -148,9 +150,9 @@ def test_a_bag_of_the_words_of_all_texts_is_called_one_and_counted_once(victim: 
     bag = Reconstruction(((UNKNOWN, 41, 42),) * 4, "span", ordered=False, details={"twins": 4})
     together = "each line holds the words of all 4 texts together, in no known order; a repeated word may stand once"
     alike = "1 of 3 tokens stay open, since the embeddings of other words are equal or nearly so"
-    assert notes(bag, victim, 4, None) == (together, alike)
+    assert notes(bag, victim, ReadRequest(batch_size=4)) == (together, alike)
     one = Reconstruction(((41, 42),), "span", ordered=False)
-    assert notes(one, victim, None, None) == ("the words are in no known order, and a repeated word may stand once",)
+    assert notes(one, victim, ReadRequest()) == ("the words are in no known order, and a repeated word may stand once",)
 
 
 @pytest.mark.parametrize("classes", [1, 3])

@@ -151,7 +151,8 @@ def observe_update(
     reference_text: tuple[str, ...] | None = None,
     language_model: tuple[nn.Module, Vocabulary] | None = None,
 ) -> Observation:
-    """The view of someone who captured ``message``. There is no truth here, so what is not passed is not granted.
+    """The view of someone who captured ``message``. There is no truth here, so what is not passed is not granted, and what
+    is passed of the texts is a claim.
 
     ``model``: the model with which the update was computed; the adversary gets a copy.
     """
@@ -165,7 +166,8 @@ def observe_update(
         Grant.REFERENCE_TEXT: reference_text,
         Grant.LANGUAGE_MODEL: language_model,
     }
-    return Observation(message, task, {g: value for g, value in known.items() if value is not None})
+    granted = {g: value for g, value in known.items() if value is not None}
+    return Observation(message, task, granted, frozenset({Grant.BATCH_SIZE, Grant.LABELS, Grant.LENGTHS} & granted.keys()))
 
 
 def observe_model(

@@ -104,9 +104,9 @@ class Message:
 
     ``gradients`` holds the clear tensors. ``visible`` (bool, same shapes; a missing name means all visible) is false where
     an entry was sealed, or dropped in a way that the receiver can see; the clear tensor holds zeros there. ``sealed`` holds
-    ciphertexts. ``kind`` is the update kind; ``"fedsgd"`` is one gradient. ``header`` holds what the receiver must know
-    about the sealing: the scheme, which keys, and a digest of the mask. ``sign``: whether the sign of the entries is known.
-    A captured file may hold a gradient or a change of weights, which goes the other way; ``stated`` if somebody says which.
+    ciphertexts. ``kind``: of update; ``"fedsgd"`` is one gradient. ``header``: what the receiver must know about the
+    sealing (scheme, which keys, digest of the mask). ``sign``: whether that of the entries is known. A captured file may
+    hold a gradient or a change of weights, which goes the other way; ``stated`` if somebody says which.
     """
 
     gradients: Gradients
@@ -181,11 +181,12 @@ class Granted:
 
 @dataclass(frozen=True)
 class Observation(Granted):
-    """What one adversary sees: the message and the granted values. It holds no reference to the Transcript."""
+    """What one adversary sees: the message and what is granted; ``claimed`` rests on somebody's word. No Transcript."""
 
     message: Message
     task: Task
     granted: Mapping[Grant, Any]
+    claimed: frozenset[Grant] = frozenset()
 
     @property
     def gradients(self) -> Gradients:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from rasura.core.values import UNKNOWN, Reconstruction, Vocabulary
+from rasura.runs.read_request import ReadRequest
 from rasura.victims.loading import Victim
 
 OUTSIDE = (
@@ -14,9 +15,10 @@ OUTSIDE = (
 )
 
 
-def notes(guess: Reconstruction, victim: Victim, batch_size: int | None, update: str | None) -> tuple[str, ...]:
-    """What the texts of ``guess`` do not show, one line each. ``batch_size``, ``update``: as the request states them."""
-    words, texts = victim.vocabulary, len(guess.tokens)
+def notes(guess: Reconstruction, victim: Victim, request: ReadRequest) -> tuple[str, ...]:
+    """What the texts of ``guess`` do not show, one line each, and what it has otherwise than the ``request`` states."""
+    words, texts, batch_size = victim.vocabulary, len(guess.tokens), request.batch_size
+    against = _against(guess, request)
     guess, out = _once(guess)
     out += [OUTSIDE] if guess.details.get("outside") else []
     tokens = [t for text in guess.tokens for t in text if t != UNKNOWN and t not in words.special_ids - words.unknown_ids]
@@ -31,15 +33,34 @@ def notes(guess: Reconstruction, victim: Victim, batch_size: int | None, update:
         silent = "a text of one token" if victim.task == "causal" else "a text of which the model is certain"
         missing = f"{silent} may leave nothing in the update" if guess.confidence == "verified" else "others may be missing"
         out.append(f"{texts} of {batch_size} texts; equal texts are named once, and {missing}")
+    if without := guess.details.get("without"):
+        out.append(f"read without what was stated ({without}), with which nothing was proven")
+    out += against
     if stopped := guess.details.get("stopped"):
         out.append(f"stopped during {stopped}; attacks that did not end may read more")
     by_gradient = guess.details.get("proof") == "gradient"  # that of embedding rows tells no labels, whatever the sign
     if by_gradient and guess.labels is None and victim.task != "causal":
         which = "; --update fedsgd says that it holds a gradient"
-        if update is not None:
-            which = f", and its size is not that of the update {update}"
+        if request.update is not None:
+            which = f", and its size is not that of the update {request.update}"
         out.append(f"the labels depend on the sign of the file{which}")
     return tuple(out)
+
+
+def _against(guess: Reconstruction, request: ReadRequest) -> list[str]:
+    """What the ``request`` states and the proof of ``guess`` excludes, one line each."""
+    if guess.confidence != "verified":
+        return []
+    texts, lengths = len(guess.tokens), [*map(len, guess.tokens)]
+    out = [f"the stated batch size is {request.size}; the update proves {texts} texts"] * (texts > (request.size or texts))
+    for name, stated, proven in (("lengths", request.lengths, lengths), ("labels", request.labels, guess.labels)):
+        if stated is not None and proven is not None and texts >= len(stated) and sorted(stated) != sorted(proven):
+            out.append(f"the stated {name} are {_listed(stated)}; the update proves {_listed(proven)}")
+    return out
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return " and ".join(", ".join(map(str, sorted(numbers))).rsplit(", ", 1))
 
 
 def _once(guess: Reconstruction) -> tuple[Reconstruction, list[str]]:

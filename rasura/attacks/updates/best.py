@@ -95,6 +95,21 @@ def matching(seen: Observation) -> Callable[[], GradientMatching]:
     return lamp_weighted if announced_noise(seen)[0] > 0 or shows_noise(seen) else dlg
 
 
+def _unclaimed(seen: Observation) -> Observation | None:
+    """``seen`` without what it has on somebody's word, the sign of a gradient among it; None if there is nothing."""
+    signed = seen.message.sign == "stated" and seen.message.kind == "fedsgd"
+    if not signed and not seen.claimed:
+        return None
+    granted = {grant: value for grant, value in seen.granted.items() if grant not in seen.claimed}
+    return replace(seen, message=replace(seen.message, sign="unknown") if signed else seen.message, granted=granted)
+
+
+def _named(seen: Observation, bare: Observation) -> str:
+    """What ``seen`` says and ``bare`` does not."""
+    named = [grant.name.lower().replace("_", " ") for grant in Grant if grant in seen and grant not in bare]
+    return ", ".join([*named, *["sign"] * (seen.message.sign != bare.message.sign)])
+
+
 @dataclass(frozen=True)
 class Best:
     """Runs embedding rows, span, joint pursuit, mask positions, pursuit, span matching and gradient matching (weighted
@@ -102,11 +117,14 @@ class Best:
     verified, or a span of whole texts in order, of the granted lengths. Once one finds nothing but the signs of a causal
     model's text, prefix matching takes the place of the rest.
 
+    What is known of the texts on somebody's word alone (``Observation.claimed``) may be wrong. So while nothing is verified
+    with it, embedding rows and span look once without it.
+
     Returns the guess with the highest confidence, ordered before bags (unless the order explains nothing of a causal
     update), complete before holes, and of equals the one whose gradient is nearest to the observed one. A guess without a
     word is the last choice. ``details`` says what was tried and how each ended; ``ran`` names those that ran to their end,
-    whether they read anything or not. ``attacks`` makes the members before matching; each runs only where the threat model
-    grants what it needs.
+    whether they read anything or not; ``without`` what was granted and not used. ``attacks`` makes the members before
+    matching; each runs only where the threat model grants what it needs.
     """
 
     name: str = "best"
@@ -119,7 +137,7 @@ class Best:
     def __call__(self, seen: Observation, *, rng: torch.Generator, budget: Budget) -> Reconstruction:
         best: Reconstruction | None = None
         rank = None
-        winner = ""
+        winner, settled = "", False
         ended: dict[str, str] = {}
         ran: list[str] = []
 
@@ -130,35 +148,47 @@ class Best:
             told: dict[str, Parameter] = {"attack": winner, "ran": ",".join(ran), "tried": tried()}
             return None if best is None else replace(best, details={**best.details, **told})
 
-        left: list[Callable[[], Attack[Reconstruction]]] = [*self.attacks, matching(seen)]
+        left: list[tuple[Callable[[], Attack[Reconstruction]], Observation]]
+        left = [(make, seen) for make in (*self.attacks, matching(seen))]
+        if (bare := _unclaimed(seen)) is not None:
+            again = [(make, bare) for make in self.attacks if make in (EmbeddingRows, Span)]
+            left[len(again) : len(again)] = again
         while left:
-            attack = left.pop(0)()
+            make, view = left.pop(0)
+            attack = make()
+            name = attack.name + " without what was stated" * (view is bare)
             own = torch.Generator().manual_seed(child(rng))
-            if any(grant not in seen for grant in attack.needs):
-                ended[attack.name] = "not granted"
+            if any(grant not in view for grant in attack.needs):
+                ended[name] = "not granted"
                 continue
             begin(attack.name, so_far)
             try:
-                guess = attack(seen, rng=own, budget=budget)
+                guess = attack(view, rng=own, budget=budget)
             except NotApplicable as reason:
-                ended[attack.name] = str(reason)
+                ended[name] = str(reason)
                 continue
             except AttackFailed as reason:
                 ran.append(attack.name)
-                ended[attack.name] = str(reason)
+                ended[name] = str(reason)
                 continue
             ran.append(attack.name)
-            ended[attack.name] = guess.confidence
-            if _settled(guess, seen):
-                best, winner = guess, attack.name
-                break
-            own_rank = _rank(guess, seen)
+            ended[name] = guess.confidence
+            if view is bare:
+                guess = replace(guess, details={**guess.details, "without": _named(seen, bare)})
+            if _settled(guess, view):
+                proven = guess.confidence == "verified"
+                if proven or not settled:
+                    best, winner, settled = guess, attack.name, True
+                left = [] if proven else [(m, v) for m, v in left if v is bare]  # nothing is stronger but a proof
+            if settled:
+                continue
+            own_rank = _rank(guess, view)
             fits = own_rank[2] == 2
             if rank is None or best is None or own_rank > rank or (fits and _orders(guess, best)):
                 best, winner, rank = guess, attack.name, own_rank
-            if seen.task == "causal" and guess.details.get("signs"):  # only one attack behind reads signs, of one text
-                alone = Grant.BATCH_SIZE not in seen or seen.batch_size == 1
-                left = [PrefixMatching] if alone and not guess.ordered else []
+            if view.task == "causal" and guess.details.get("signs"):  # only one attack behind reads signs, of one text
+                alone = Grant.BATCH_SIZE not in view or view.batch_size == 1
+                left = [(PrefixMatching, view)] if alone and not guess.ordered else []
         if (found := so_far()) is None:
             raise AttackFailed(f"no attack of the portfolio recovered anything ({tried()})", {"ran": ",".join(ran)})
         return found
