@@ -135,3 +135,50 @@ def test_rasuras_own_training_takes_the_loss_of_each_text_by_itself(tmp_path: Pa
     tail = rest.split("    )\n", 1)[1]
     made = 'model, optimizer, loader, ledger = rasura.protect_training(model, optimizer, loader, "dp-sgd:1.0", epochs=3)\n'
     assert read(tmp_path, head + made + tail).exit_code == 0
+
+
+def regression(loss: str, criterion: str = "nn.MSELoss()") -> str:
+    inner = f"optimizer.zero_grad()\nout = model(x)\nloss = {loss}\nloss.backward()\noptimizer.step()\n"
+    text = program(loop(inner)).replace("nn.Linear(10, 2)", "nn.Linear(10, 1)")
+    return text.replace("nn.CrossEntropyLoss()", criterion)
+
+
+OUT_OF_SHAPE = {
+    "of a function": "F.mse_loss(out, y)",
+    "absolute": "F.l1_loss(out, y)",
+    "smooth": "F.smooth_l1_loss(out.squeeze(), y)",
+    "of a class": "criterion(out, y)",
+    "another shape": "criterion(out, y.view_as(x))",
+    "of the batch, another shape": "F.mse_loss(out.view_as(x), y)",
+    "numbers": "F.mse_loss(out, y.view(-1, 1))",
+    "changed behind": "F.mse_loss(out, y.view_as(out).t())",
+}
+
+
+@pytest.mark.parametrize("name", OUT_OF_SHAPE)
+def test_a_loss_that_may_be_of_all_pairs_of_a_batch_has_no_figure(tmp_path: Path, name: str) -> None:
+    """Outputs of (B, 1) and labels of (B,): torch warns, and each example is in the loss of every other."""
+    found = read(tmp_path, regression(OUT_OF_SHAPE[name]))
+    assert found.exit_code == 4 and not any(one.bounds for one in found.findings), found
+
+
+def test_the_shapes_and_the_remedy_are_said(tmp_path: Path) -> None:
+    said = str(read(tmp_path, regression("F.mse_loss(out, y)")).unknown)
+    assert "F.mse_loss(out, y)" in said and "all pairs of the batch" in said and "labels.view_as(outputs)" in said
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        "F.mse_loss(out, y.view_as(out))", "criterion(out, y.float().reshape(out.shape))", "F.huber_loss(out.view_as(y), y)",
+        "F.l1_loss(out, y.reshape_as(out))",
+    ],
+)  # fmt: skip
+def test_a_loss_of_values_of_the_same_shape_has_a_figure(tmp_path: Path, loss: str) -> None:
+    found = read(tmp_path, regression(loss))
+    assert found.exit_code == 0, found
+
+
+@pytest.mark.parametrize("criterion", ["nn.CrossEntropyLoss()", "nn.BCEWithLogitsLoss()"])
+def test_losses_that_refuse_other_shapes_have_a_figure(tmp_path: Path, criterion: str) -> None:
+    assert read(tmp_path, regression("criterion(out, y)", criterion)).exit_code == 0

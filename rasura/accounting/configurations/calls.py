@@ -44,8 +44,8 @@ class Calls(Functions):
         called = self.kind(node.func, where)
         if called in (k.MODEL, k.PLAIN):
             return self._forward(node, where)
-        if called == k.CRITERION:
-            return self.loss(node, where)
+        if called in (k.CRITERION, k.CRITERION_ALIKE):
+            return self.loss(node, where, alike=called == k.CRITERION_ALIKE)
         if called != k.PUBLIC:
             self.doubt(node, f"{ast.unparse(node.func)[:80]} is called, which is not understood")
             return k.PUBLIC

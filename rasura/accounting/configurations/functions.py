@@ -11,6 +11,11 @@ from rasura.accounting.configurations.expressions import Expressions, Where
 from rasura.accounting.configurations.kinds import Kind, parts
 from rasura.accounting.configurations.scopes import root
 
+_BROADCASTS = (
+    "with outputs of (B, 1) and labels of (B,) this is a mean over all pairs of the batch, and nothing shows that the "
+    "shapes agree; write labels.view_as(outputs)"
+)
+
 _OPTIMIZERS = re.compile(r"SGD|Adam\w*|RMSprop|Adagrad|Adadelta|NAdam|RAdam|Adamax|ASGD|Rprop|Adafactor|LBFGS")
 
 
@@ -39,24 +44,29 @@ class Functions(Expressions):
         given = [*node.args, *(one.value for one in node.keywords)]
         return {part for one in given for part in parts(self.kind(one, where))}
 
-    def loss(self, node: ast.Call, where: Where) -> Kind:
-        """A loss of the output on the labels of its batch; of anything else it is a figure."""
-        kinds = [self.kind(one, where) for one in node.args]
+    def loss(self, node: ast.Call, where: Where, *, alike: bool = False) -> Kind:
+        """A loss of the output on the labels of its batch; of anything else it is a figure. ``alike``: it is one for each
+        example only where both have the same shape, which the program must show."""
+        shaped = _shaped_alike(node.args)
+        kinds = [self.kind(one, where) for one in shaped or node.args]
         named = [self.kind(one.value, where) for one in node.keywords]
         found = {part for kind in (*kinds, *named) for part in parts(kind)}
         if strange := found - k.DATA - {k.PUBLIC}:
             self.doubt(node, f"a loss is taken of the {min(strange)}")
         if kinds == [k.OUTPUT, k.COLUMN] and _fixed(node.keywords):
-            return k.LOSS
+            if not alike or shaped:
+                return k.LOSS
+            self.doubt(node, f"{ast.unparse(node)[:60]}: {_BROADCASTS}")
         return k.FIGURE if found & k.DATA else k.PUBLIC
 
     def named(self, node: ast.Call, where: Where) -> Kind:
         """A function that this file does not have."""
         name, library = self.scopes.original(node.func), self.scopes.library(node.func)
-        if library in ("", "torch") and name in k.FUNCTIONAL:
-            return self.loss(node, where)
-        if library in ("", "torch") and name in k.LOSSES:
-            return k.CRITERION if not node.args and _fixed(node.keywords) else k.PUBLIC
+        if library in ("", "torch") and name in (*k.FUNCTIONAL, *k.ALIKE):
+            return self.loss(node, where, alike=name in k.ALIKE)
+        if library in ("", "torch") and name in (*k.LOSSES, *k.LOSSES_ALIKE):
+            made = k.CRITERION if name in k.LOSSES else k.CRITERION_ALIKE
+            return made if not node.args and _fixed(node.keywords) else k.PUBLIC
         if name == "PrivacyEngine" and library in ("", "opacus"):
             return k.ENGINE
         if name in ("tqdm", "trange", "enumerate") and library in ("", "tqdm") and node.args:
@@ -173,6 +183,18 @@ class Functions(Expressions):
         first = self.kind(node.args[0], where) if node.args else k.PUBLIC
         classes = name in ("softmax", "log_softmax") and over_classes(node, function=True)
         return k.OUTPUT if first == k.OUTPUT and classes else k.FIGURE
+
+
+def _shaped_alike(args: list[ast.expr]) -> list[ast.expr] | None:
+    """Two values without the reshaping, if one is given the shape of the other: ``x.view_as(y)``, ``x.reshape(y.shape)``."""
+    for at, one in enumerate(args if len(args) == 2 else []):
+        if not isinstance(one, ast.Call) or not isinstance(one.func, ast.Attribute) or len(one.args) != 1 or one.keywords:
+            continue
+        other = ast.unparse(args[1 - at])
+        given = {"view_as": other, "reshape_as": other, "view": f"{other}.shape", "reshape": f"{other}.shape"}
+        if other.replace(".", "").isidentifier() and given.get(one.func.attr) == ast.unparse(one.args[0]):
+            return [one.func.value, args[1]] if at == 0 else [args[0], one.func.value]
+    return None
 
 
 def _fixed(keywords: list[ast.keyword]) -> bool:

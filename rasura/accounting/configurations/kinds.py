@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 PUBLIC, MIXED = "public", "mixed"
 MODEL, OPTIMIZER, LOADER, NUMBERED = "model", "optimizer", "loader", "numbered loader"
 ENGINE, ACCOUNTANT, LEDGER, SCHEDULE, CRITERION = "engine", "accountant", "ledger", "schedule", "criterion"
+CRITERION_ALIKE = "criterion of outputs and labels of the same shape"
 INNER, WEIGHTS, GROUPS = "model inside", "weights", "groups of parameters"
 PLAIN, PARAMETERS, PLAIN_OPTIMIZER = "plain model", "parameters", "plain optimizer"
 TRAINER = "trainer"
@@ -67,6 +68,7 @@ METHODS: Mapping[str, Mapping[str, str]] = {
     },
     GROUPS: {},
     CRITERION: {"to": CRITERION, "cuda": CRITERION},
+    CRITERION_ALIKE: {"to": CRITERION_ALIKE, "cuda": CRITERION_ALIKE},
     BATCH: {**dict.fromkeys(CASTS, BATCH), "items": ITEMS, "keys": PUBLIC},
     COLUMN: dict.fromkeys(CASTS, COLUMN),
     OUTPUT: {"float": OUTPUT, "squeeze": OUTPUT},
@@ -141,14 +143,14 @@ CONTEXTS = (
 )  # fmt: skip
 """Blocks of ``with`` that neither repeat nor leave out what stands in them."""
 
-FUNCTIONAL = (
-    "cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy",
-    "binary_cross_entropy_with_logits",
-)  # fmt: skip
-LOSSES = (
-    "CrossEntropyLoss", "NLLLoss", "MSELoss", "L1Loss", "SmoothL1Loss", "HuberLoss", "BCELoss", "BCEWithLogitsLoss",
-)  # fmt: skip
+FUNCTIONAL = ("cross_entropy", "nll_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits")
+LOSSES = ("CrossEntropyLoss", "NLLLoss", "BCELoss", "BCEWithLogitsLoss")
 """Losses that are the mean of one loss for each example, with the arguments ``LOSS_ARGUMENTS``."""
+
+ALIKE = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
+LOSSES_ALIKE = ("MSELoss", "L1Loss", "SmoothL1Loss", "HuberLoss")
+"""The same of outputs and labels of the same shape. Of (B, 1) and (B,) they are the mean over all pairs of a batch: torch
+warns and goes on."""
 
 LOSS_ARGUMENTS: Mapping[str, tuple[object, ...] | None] = {"reduction": ("mean",), "label_smoothing": None}
 
@@ -179,7 +181,7 @@ def joined(kinds: Iterable[Kind]) -> Kind:
         return every.pop()
     if every <= DATA | {PUBLIC}:
         return figure(every, held=True)
-    return PUBLIC if every <= {PUBLIC, CRITERION} else MIXED
+    return PUBLIC if every <= {PUBLIC, CRITERION, CRITERION_ALIKE} else MIXED
 
 
 def figure(kinds: set[str], *, held: bool = False) -> Kind:
