@@ -341,7 +341,7 @@ def test_what_no_round_takes_is_not_told_to_a_new_app() -> None:
 
 
 def test_what_applies_a_setting_is_what_can_take_it() -> None:
-    plan = {**CalibrationPlan(Plan(data="notes.jsonl")).plan.canonical(), "attacks": ["span"]}
+    plan = {**Plan(data="notes.jsonl").checked().canonical(), "attacks": ["span"]}
     train, line, audit = applied("gaussian:0.01", plan, {})
     assert train == "rasura train notes.jsonl --defense none,gaussian:0.01" and '"gaussian:0.01")' in line
     assert audit == "rasura audit notes.jsonl --attack span --defense gaussian:0.01 --limit 4 --out runs/applied"

@@ -191,6 +191,18 @@ def test_a_data_set_of_pairs_is_mapped(model_folder: Path) -> None:
     assert out["text_pair"][0] and len(out["input_ids"][0]) == len(out["token_type_ids"][0])
 
 
+def test_a_data_set_is_mapped_row_by_row_too(model_folder: Path) -> None:
+    """``map`` without ``batched`` gives one row, whose text was taken for as many texts as it has characters."""
+    datasets = pytest.importorskip("datasets")
+    hide = GhostObfuscator(load(model_folder, "classification"), shadows=SETTINGS)
+    rows = datasets.Dataset.from_dict({"text": TEXTS[:2], "text_pair": [TEXTS[1], None]})
+    out = rows.map(hide)
+    assert len(out) == 2 and all(isinstance(text, str) for text in out["text"])
+    for one, given in zip(out, rows):
+        alone = hide({name: [value] for name, value in given.items()})
+        assert one["text"] == alone["text"][0] and one["input_ids"] == alone["input_ids"][0]
+
+
 def test_a_pair_that_is_too_long_together_is_refused_before_the_first_row(tmp_path: Path, model_folder: Path) -> None:
     rows: list[dict[str, str]] = [{"text": "alpha"}] * 40 + [{"text": "alpha " * 40, "text_pair": "bravo " * 40}]
     source = written(tmp_path / "long.jsonl", rows)

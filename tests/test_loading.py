@@ -105,7 +105,7 @@ def test_the_head_of_a_folder_is_kept_whatever_its_size(tmp_path: Path) -> None:
     """A trained head of eight classes was redrawn with two, since two were the usual number."""
     path = tokenizer_folder(tiny("bert", "classification", num_labels=8), tmp_path)
     held = tiny("bert", "classification", num_labels=8).get_parameter("classifier.weight")
-    audited = load_victim(Plan(model=str(path), texts=("one",)), 2, "cpu")  # the texts at hand have labels 0 and 1
+    audited = load_victim(Plan(model=str(path), texts=("one",)).checked(), 2, "cpu")  # the texts at hand have labels 0 and 1
     for victim in (load(path, "classification"), audited):
         assert victim.num_labels == 8 and victim.fresh == ()
         assert torch.equal(victim.model.get_parameter("classifier.weight"), held)
@@ -118,7 +118,7 @@ def test_a_model_of_another_loss_is_not_audited_as_a_classifier(folder: Path, ki
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "problem_type": kind}))
     with pytest.raises(InputError, match=f"not a classifier with one label a text: .* problem_type = {kind}"):
-        load_victim(Plan(model=str(folder), texts=("one",)), 2, "cpu")
+        load_victim(Plan(model=str(folder), texts=("one",)).checked(), 2, "cpu")
     assert load(folder, "classification").num_labels == 2  # to obfuscate it needs no labels
     with pytest.raises(InputError, match="1 outputs"):
         in_memory(tiny("bert", "classification", num_labels=1), load(folder, "classification").tokenizer, "classification")
@@ -207,7 +207,12 @@ def test_a_network_without_blocks_is_loaded_where_its_updates_are_not_attacked(
     monkeypatch.setitem(models._ADAPTERS, "bert", lambda _: replace(whole, blocks=(), head=None))
     assert load(folder, "classification").fresh == ()
     with pytest.raises(InputError, match="no transformer blocks"):
-        load_victim(Plan(model=str(folder)), 2, "cpu")
+        load_victim(Plan(model=str(folder)).checked(), 2, "cpu")
+
+
+def test_an_unknown_task_is_refused_and_taken_for_none(folder: Path) -> None:
+    with pytest.raises(InputError, match="unknown task ''"):
+        load(folder, "")  # type: ignore[arg-type]
 
 
 def test_one_layer_less_in_the_config_is_no_smaller_model(folder: Path) -> None:

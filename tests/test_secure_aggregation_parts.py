@@ -13,7 +13,7 @@ from scipy.stats import hypergeom
 
 from rasura.core.errors import InputError
 from rasura.defenses.secure_aggregation.encoding import Blocks, Encoding, decoded, encoded, packed, packed_bytes, unpacked
-from rasura.defenses.secure_aggregation.graph import Bounds, Plan, apart, neighbours, plan
+from rasura.defenses.secure_aggregation.graph import MOST_CLIENTS, Bounds, Plan, apart, neighbours, plan
 from rasura.defenses.secure_aggregation.shamir import PRIME, joined, split
 
 
@@ -84,7 +84,7 @@ def test_wrong_shares_are_refused_or_give_another_secret() -> None:
 @pytest.mark.parametrize(
     "bounds", [Bounds(), Bounds(Fraction(1, 5), Fraction(1, 5)), Bounds(Fraction(1, 10), Fraction(1, 4))]
 )
-@pytest.mark.parametrize("clients", [150, 400, 1000])
+@pytest.mark.parametrize("clients", [150, 400, 1000, MOST_CLIENTS])
 def test_the_degree_keeps_the_papers_bounds_and_no_smaller_one_does(clients: int, bounds: Bounds) -> None:
     """The three events of Bell et al., by SciPy's distributions instead of whole numbers."""
     corrupt, gone = int(bounds.corrupt * clients), int(bounds.gone * clients)

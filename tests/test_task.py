@@ -10,14 +10,22 @@ import pytest
 import torch
 from audit_setting import TEXTS, causal_folder, model_folder
 from safetensors.torch import save_file
+from study_setting import study_folder
 from typer.testing import CliRunner
 
 from rasura.cli import app
 from rasura.cli.shared import task_named
 from rasura.core.errors import InputError
+from rasura.core.run_store import RunStore
 from rasura.report.commands import command
+from rasura.runs.audit import audit
+from rasura.runs.calibration_plan import CalibrationPlan
+from rasura.runs.plans import Plan
+from rasura.runs.service_plan import ServicePlan
+from rasura.runs.train_plan import TrainPlan
+from rasura.studies.files import load_study, prepared
 from rasura.victims.loading import load
-from rasura.victims.weights import task_of
+from rasura.victims.weights import task_in_memory, task_of
 
 __all__ = ["causal_folder", "model_folder"]
 
@@ -73,7 +81,7 @@ def test_an_adapter_without_a_task_has_that_of_its_class_or_base(
             task(**nothing)
 
 
-@pytest.mark.parametrize("stated", [[], ["BertModel"], ["BertForMaskedLM"], ["ElectraForPreTraining"]])
+@pytest.mark.parametrize("stated", [["BertModel"], ["BertForMaskedLM"], ["ElectraForPreTraining"]])
 def test_a_body_is_that_of_a_classifier(stated: list[str], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"architectures": stated}))
     assert task_of(tmp_path) == "classification"
@@ -110,3 +118,53 @@ def test_an_audit_takes_the_task_of_the_folder_unless_it_is_told_another(causal_
              "quick", "--out", out, *more)  # fmt: skip
         page = (out / "report.html").read_text()
         assert f"--task {task}" in page or f"<dd>{task}</dd>" in page, more
+
+
+def test_plans_in_python_take_the_task_of_the_folder(causal_folder: Path, model_folder: Path) -> None:
+    """A decoder was audited as a classifier with a head that was drawn at random."""
+    causal, classifier = str(causal_folder), str(model_folder)
+    assert [Plan(model=m).checked().task for m in (causal, classifier, "minilm")] == [
+        "causal", "classification", "classification",
+    ]  # fmt: skip
+    assert Plan(model=causal, task="classification").checked().task == "classification"
+    assert Plan(model=causal, num_labels=2).checked().task == "classification"
+    assert Plan().with_given({"model": causal}).checked().task == "causal"
+    assert TrainPlan("notes.jsonl", model=causal).checked().task == "causal"
+    assert ServicePlan("a.jsonl", "b.jsonl", model=causal).checked().task == "causal"
+    assert CalibrationPlan(Plan(model=causal, defenses=("gaussian",))).checked().plan.task == "causal"
+
+
+def test_an_audit_in_python_takes_the_task_of_the_folder_and_of_the_class(causal_folder: Path, tmp_path: Path) -> None:
+    victim = load(causal_folder, "causal")
+    given: dict[str, Any] = {"data": TEXTS[:1], "attacks": ["span"], "defenses": ["none"]}
+    for name, model in (("folder", str(causal_folder)), ("memory", victim.model)):
+        tokenizer = None if name == "folder" else victim.tokenizer
+        run = audit(out=tmp_path / name, model=model, tokenizer=tokenizer, **given)
+        assert next(run).status == "ok"
+        store = RunStore(tmp_path / name)
+        try:
+            assert store.plan["task"] == "causal"
+        finally:
+            store.close()
+
+
+def test_a_study_without_a_task_is_of_classifiers_whatever_its_model(causal_folder: Path, tmp_path: Path) -> None:
+    body = 'title = "One"\nsource = "mine"\nmetrics = ["rouge1"]\n[plan]\nattacks = ["span"]\ndefenses = ["none"]\n'
+    study = load_study("one", study_folder(tmp_path, body))
+    plan = prepared(study, model=str(causal_folder))
+    assert isinstance(plan, Plan) and plan.task == "classification"
+
+
+def test_a_folder_that_names_no_architectures_is_asked_about(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(InputError, match=r"names no architectures.*pass --task"):
+        task_of(tmp_path)
+    assert task_named("causal", str(tmp_path)) == "causal"
+
+
+def test_the_class_of_a_model_in_memory_is_its_task_also_behind_an_adapter(causal_folder: Path, model_folder: Path) -> None:
+    peft = pytest.importorskip("peft")
+    decoder, classifier = load(causal_folder, "causal").model, load(model_folder, "classification").model
+    assert task_in_memory(decoder) == "causal" and task_in_memory(classifier) == "classification"
+    adapted = peft.get_peft_model(decoder, peft.LoraConfig(r=2, target_modules="all-linear"))
+    assert type(adapted).__name__ == "PeftModel" and task_in_memory(adapted) == "causal"

@@ -37,7 +37,6 @@ from rasura.cli.shared import (
     say,
     split,
     starting,
-    task_named,
 )
 from rasura.core.errors import InputError
 
@@ -149,8 +148,7 @@ def _planned(config: Path | None, suite: str | None, given: dict[str, Any]) -> A
     from rasura.core.options import known
     from rasura.runs.plans import SUITES, Plan, from_toml
 
-    unnamed = Plan(task="")
-    plan = from_toml(config, unnamed) if config else unnamed
+    plan = from_toml(config) if config else Plan()
     if suite:
         attacks, defenses = SUITES[known("suite", suite, SUITES)]
         plan = replace(plan, attacks=attacks, defenses=defenses)
@@ -158,8 +156,7 @@ def _planned(config: Path | None, suite: str | None, given: dict[str, Any]) -> A
         raise InputError("--keys needs --service: an audit of updates has seeds; remove it, or pass --seeds")
     if {"data", "texts"} <= given.keys():
         raise InputError("FILE and --text were both given; pass one of them")
-    plan = plan.with_given(given)
-    return replace(plan, task=plan.task or task_named(None, plan.model, plan.num_labels)).checked()
+    return plan.with_given(given).checked()
 
 
 def _check_run(engine: str, address: str | None, workers: int | None, device: str) -> None:

@@ -205,12 +205,10 @@ def _lines(bar: Progress, over: Event) -> None:
 
 
 def task_named(task: str | None, model: str | None, num_labels: int | None = None) -> Any:
-    """The ``task`` that was given. Otherwise classification where classes were given, or what the model's folder states."""
-    if task is not None or num_labels is not None or model is None:
-        return task or "classification"
-    from rasura.victims.weights import task_of
+    """The ``task`` that was given, or what the model's folder states (``task_for``)."""
+    from rasura.victims.weights import task_for
 
-    return task_of(model)
+    return task_for(task, model, num_labels)
 
 
 def text_task(task: str | None, model: str, num_labels: int | None = None) -> Any:

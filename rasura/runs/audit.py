@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from torch import OutOfMemoryError, nn
 
@@ -54,6 +54,7 @@ from rasura.runs.scoring import label_scores, naming, no_value, recovered, score
 from rasura.victims.loading import Victim, in_memory
 from rasura.victims.models import parts
 from rasura.victims.step import step
+from rasura.victims.weights import task_in_memory
 
 
 class Audit:
@@ -269,11 +270,12 @@ def audit(
     wanted["attacks"], own_attacks = named_attacks(chosen.attacks if attacks is None else attacks)
     wanted["defenses"], own_defenses = named_defenses(chosen.defenses if defenses is None else defenses)
     wanted["metrics"], own_metrics = named_metrics(chosen.metrics if metrics is None else metrics)
-    victim, learned = None, cast(Task, task or chosen.task)
+    victim = None
     if isinstance(model, nn.Module):
         if tokenizer is None:
             raise InputError("the model is in memory, but no tokenizer was given; pass its tokenizer as well")
-        victim = in_memory(model, tokenizer, learned, device=device)
+        wanted["task"] = task or chosen.task or task_in_memory(model)
+        victim = in_memory(model, tokenizer, wanted["task"], device=device)
         wanted["model"] = victim.name
     elif tokenizer is not None:
         raise InputError("a tokenizer was given for a folder or hub id, which has its own; leave it out")

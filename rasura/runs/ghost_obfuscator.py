@@ -53,12 +53,18 @@ class GhostObfuscator:
             self.table.save(table)
         self.selector = ghost(self.table, shadows, Selection(beam=beam)).init((model, victim.vocabulary))
 
-    def __call__(self, rows: Mapping[str, Sequence[Any]], *, seed: int = 0, name: str = "map") -> dict[str, list[Any]]:
+    def __call__(self, rows: Mapping[str, Any], *, seed: int = 0, name: str = "map") -> dict[str, Any]:
         """The columns ``text`` (and ``text_pair``) of ``rows`` obfuscated, with their ``input_ids``: for a pair, the ids of
-        both texts in the form that the model takes, and ``token_type_ids`` if the model uses them."""
+        both texts in the form that the model takes, and ``token_type_ids`` if the model uses them. One row, as ``map`` gives
+        it without ``batched``, is returned as one."""
+        if isinstance(rows["text"], str | None):
+            return {n: v[0] for n, v in self({n: [v] for n, v in rows.items()}, seed=seed, name=name).items()}
         pairs = rows.get("text_pair")
         examples = [Example(t or "", p) for t, p in zip(rows["text"], pairs or [None] * len(rows["text"]))]
         done = self.examples(examples, seed, (f"{name}/text", f"{name}/text_pair"))
+        for example, one in zip(examples, done if pairs is not None else []):  # each row has the same columns
+            types = self._together(example, one["input_ids"], [])[1] if "token_type_ids" not in one else None
+            one |= {} if types is None else {"token_type_ids": types}
         names = ["text", "input_ids", *(["text_pair"] if pairs is not None else [])]
         names += ["token_type_ids"] if any("token_type_ids" in d for d in done) else []
         return {n: [d.get(n) for d in done] for n in names}

@@ -24,7 +24,7 @@ class MembershipPlan:
 
     ``rows``: the ``rows.json`` of a training run, which lists the rows of ``members`` that were used. If ``non_members`` is
     None, the rows held out are the non-members. ``base``: the public model from which training started; None for the base
-    of an adapter, or the one that ``rows`` name. ``task``: None for what the model's folder says, otherwise classification.
+    of an adapter, or the one that ``rows`` name. ``task``: None for what the model's folder states.
     ``attacks``: None for the usual ones of the task, and those that know ``defense``. ``defense``, ``recipe``: how the
     model was trained; without ``recipe`` as ``rows`` say, or for five epochs. The adversary trains ``shadow_models`` models
     in the same way, each on a random half of the candidates and of ``reference``, a file of other texts. Texts are cut as

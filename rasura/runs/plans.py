@@ -14,6 +14,7 @@ from rasura.core.specs import CLASSIFIERS, IMAGES, AttackSpec, DefenseSpec
 from rasura.core.values import Task
 from rasura.registry import ATTACKS, REGISTERED, Methods, for_task, metric, named, parse_update, parts, usual_metrics
 from rasura.runs.fields import toml, typed
+from rasura.victims.weights import task_for
 
 COLUMNS = ("text_column", "pair_column", "label_column")
 """Fields that name the columns of data files."""
@@ -35,15 +36,15 @@ SUITES: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 class Plan:
     """One audit: every attack x update x defense x threat x batch size x seed, over the texts of ``data``.
 
-    ``data``: None for the demo notes. ``reference``: a file of public texts of the same kind, ``language_model``: folder or
-    hub id of a causal model; both are granted to the adversary. ``references``: how many of the reference texts are used,
-    from the first on; None for all. ``limit``: texts used, after the first ``skip``; all of ``texts``, or four of a file,
-    unless it is given. ``max_length``: tokens of a text at most, those of the model's frame included; with ``truncate``,
-    longer texts are cut. ``num_labels``: number of classes of a new head; None for the number that the labels need.
-    ``max_memory``: memory of an attack in MiB, beside model and update. ``entries``:
-    fraction of the entries on which matching attacks evaluate L1 and masks. ``text_column``, ``pair_column``,
-    ``label_column``: unusual column names of ``data`` and ``reference``. ``label_names``: the names of labels that are text
-    in ``data``; the audit fills it in.
+    ``task``: empty for the one that the model's folder states. ``data``: None for the demo notes. ``reference``: a file
+    of public texts of the same kind, ``language_model``: folder or hub id of a causal model; both are granted to the
+    adversary. ``references``: how many of the reference texts are used, from the first on; None for all. ``limit``:
+    texts used, after the first ``skip``; all of ``texts``, or four of a file, unless it is given. ``max_length``: tokens
+    of a text at most, those of the model's frame included; with ``truncate``, longer texts are cut. ``num_labels``:
+    number of classes of a new head; None for the number that the labels need. ``max_memory``: memory of an attack in
+    MiB, beside model and update. ``entries``: fraction of the entries on which matching attacks evaluate L1 and masks.
+    ``text_column``, ``pair_column``, ``label_column``: unusual column names of ``data`` and ``reference``.
+    ``label_names``: the names of labels that are text in ``data``; the audit fills it in.
 
     Examples:
         >>> plan = Plan(attacks=("blind", "span"), defenses=("none", "dropout:0.1"), limit=8).checked()
@@ -53,7 +54,7 @@ class Plan:
     """
 
     model: str = "minilm"
-    task: str = "classification"
+    task: str = ""
     data: str | None = None
     texts: tuple[str, ...] = ()
     reference: str | None = None
@@ -96,12 +97,14 @@ class Plan:
         return replace(self, **{**left_out, **every, **given})
 
     def checked(self, methods: Methods = REGISTERED) -> Plan:
-        """This plan, with the defaults for images if the task is ``vision``. Raises ``InputError`` if it is wrong.
+        """This plan with its task, and the defaults for images if that is ``vision``. Raises ``InputError`` if it is wrong.
 
         ``methods``: the methods behind its names.
         """
         from rasura.core.threat import THREATS
 
+        if not self.task:
+            return replace(self, task=task_for(None, self.model, self.num_labels)).checked(methods)
         known("task", self.task, get_args(Task))
         if self.task == "vision" and (plan := self._of_images()) != self:
             return plan.checked(methods)

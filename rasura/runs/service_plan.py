@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, get_args
 
@@ -14,6 +14,7 @@ from rasura.core.values import Task
 from rasura.registry import SERVICE_ATTACKS
 from rasura.registry.services import ServiceProtection, parse_service_protection
 from rasura.runs.fields import typed
+from rasura.victims.weights import task_for
 
 WEIGHTS = ("uploaded", "trained")
 """The weights that the operator reads: those uploaded, before any training, or those after training."""
@@ -27,14 +28,14 @@ class ServicePlan:
     left out. ``keys``: the number of keys of the service, drawn one by one from ``key`` on. Every text is sent under every
     key, and the texts are those of ``seed``. What one key hides says nothing of another: behind one, no protection holds.
     ``weights``: attack the service as it was ``uploaded``, before any training, or as it was after training (``trained``).
-    ``text_column``, ``pair_column``, ``label_column``: unusual column names of the files. ``show_text``: keep the recovered
-    text unmasked.
+    ``task``: empty for the one that the model's folder states. ``text_column``, ``pair_column``, ``label_column``: unusual
+    column names of the files. ``show_text``: keep the recovered text unmasked.
     """
 
     data: str
     reference: str
     model: str = "minilm"
-    task: str = "classification"
+    task: str = ""
     protections: tuple[str, ...] = ("obfuslm",)
     attacks: tuple[str, ...] = tuple(SERVICE_ATTACKS)
     limit: int = 64
@@ -57,6 +58,8 @@ class ServicePlan:
 
     def checked(self) -> ServicePlan:
         """This plan. Raises ``InputError`` if it is wrong."""
+        if not self.task:
+            return replace(self, task=task_for(None, self.model)).checked()
         known("task", self.task, [t for t in get_args(Task) if t != "vision"])
         known("budget", self.budget, ("quick", "default", "paper"))
         _ = [protection.adversaries for protection in self.parsed.values()]

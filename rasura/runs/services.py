@@ -67,7 +67,7 @@ class ServiceAudit:
     """
 
     def __init__(self, plan: ServicePlan, training: Training | None = None, *, baseline: bool = True) -> None:
-        self.plan, self.training = plan.checked(), training
+        self.plan, self.training = (plan := plan.checked()), training
         added = () if "none" in plan.protections or not baseline else ("none",)
         self.columns = (*added, *plan.protections)
         if training is not None and (plan.key, plan.keys) != (0, 1):

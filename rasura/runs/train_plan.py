@@ -20,20 +20,21 @@ from rasura.runs.noise_target import SOLVED, noiseless, solved_all, with_noise
 from rasura.victims.fixed_order import check_ordered
 from rasura.victims.recipe import Recipe
 from rasura.victims.train import local
+from rasura.victims.weights import task_for
 
 
 @dataclass(frozen=True)
 class TrainPlan:
     """A training on ``data`` under each of ``defenses`` and from each seed, evaluated on ``test``.
 
-    ``holdout``: fraction of the training texts held out, unprotected, for early stopping; without ``test``, the model is
-    also evaluated on them. ``limit``: number of training texts, drawn by the first seed; None for all. ``max_length``:
-    maximum length of a text in tokens; with ``truncate``, longer texts are cut. ``lora``: rank of adapters, 0 for all
-    weights; ``targets`` and ``adapter_dropout`` as in ``core.local.Adapter``. ``delta``: probability with which a formal
-    guarantee may fail; None for 0.1 / number of training texts. ``target_epsilon``: ``dp-sgd``, ``normalised`` and
-    ``dp-ftrl`` name no noise, and get the least with which all epochs spend at most this epsilon. ``service``: ``defenses``
-    are protections of a model service (``rasura list service-protections``), which receives all texts, including those for
-    evaluation.
+    ``task``: empty for the one that the model's folder states. ``holdout``: fraction of the training texts held out,
+    unprotected, for early stopping; without ``test``, the model is also evaluated on them. ``limit``: number of training
+    texts, drawn by the first seed; None for all. ``max_length``: maximum length of a text in tokens; with ``truncate``,
+    longer texts are cut. ``lora``: rank of adapters, 0 for all weights; ``targets`` and ``adapter_dropout`` as in
+    ``core.local.Adapter``. ``delta``: probability with which a formal guarantee may fail; None for 0.1 / number of
+    training texts. ``target_epsilon``: ``dp-sgd``, ``normalised`` and ``dp-ftrl`` name no noise, and get the least with
+    which all epochs spend at most this epsilon. ``service``: ``defenses`` are protections of a model service (``rasura
+    list service-protections``), which receives all texts, including those for evaluation.
     ``text_column``, ``pair_column``, ``label_column``: unusual column names of the files. Labels that are text are numbered;
     ``result.json`` and the model's folder list the names. ``unit``: the column of ``data`` that says whose each text is.
     Persons are then drawn, clipped and hidden under ``dp-sgd`` and ``normalised``, each with the mean gradient of all their
@@ -44,7 +45,7 @@ class TrainPlan:
     data: str
     test: str | None = None
     model: str = "minilm"
-    task: str = "classification"
+    task: str = ""
     defenses: tuple[str, ...] = ("none",)
     limit: int | None = None
     holdout: float = 0.1
@@ -99,6 +100,8 @@ class TrainPlan:
 
     def checked(self) -> TrainPlan:
         """This plan. Raises ``InputError`` if it is wrong."""
+        if not self.task:
+            return replace(self, task=task_for(None, self.model, self.num_labels)).checked()
         known("task", self.task, [t for t in get_args(Task) if t != "vision"])
         _ = self.protections
         for parts in self.parts.values():

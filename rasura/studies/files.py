@@ -26,6 +26,9 @@ PLANS = ("plan", "train", "membership", "deviations", "service")
 ABOUT = ("title", "source", "covers", "differs", "metrics", "keys", "course", "command", "public_code")
 """Keys of a study file beside its tables."""
 
+USUAL = "classification"
+"""The task of a study that names none, whatever model it is run with."""
+
 CELL = ("attack", "update", "defense", "threat", "batch_size")
 """What names a row of the results; ``protection``, ``attack`` and ``weights`` do in those of a service."""
 
@@ -110,7 +113,7 @@ def load_study(name: str, folder: Path = FOLDER) -> Study:
         raise InputError(f"{path}: the table service can only be combined with train")
     if "membership" in found and ("train" not in found or "plan" in found):
         raise InputError(f"{path}: the table membership attacks the models of a training; expected only train beside it")
-    service = service_plan_of(found["service"], str(path)) if "service" in found else None
+    service = service_plan_of({"task": USUAL, **found["service"]}, str(path)) if "service" in found else None
     training = _training(found["train"], str(path), service) if "train" in found else None
     attacked = _membership(found["membership"], training, str(path)) if training and "membership" in found else None
     compared = found.get("deviations", {})
@@ -125,7 +128,7 @@ def load_study(name: str, folder: Path = FOLDER) -> Study:
     elif training is not None and "plan" not in found:
         plan, usual, training = training, ("auc", "leakage") if attacked else ("accuracy", "f1"), None
     else:
-        plan, usual = plan_of(found.get("plan", {}), str(path)), ("rouge1", "rouge2", "rougeL")
+        plan, usual = plan_of({"task": USUAL, **found.get("plan", {})}, str(path)), ("rouge1", "rouge2", "rougeL")
         if training is not None and len(training.defenses) != len(plan.defenses):
             raise InputError(
                 f"{path}: train has {len(training.defenses)} defenses, but plan has {len(plan.defenses)}; expected pairs"
@@ -206,7 +209,7 @@ def _training(found: Mapping[str, Any], source: str, service: ServicePlan | None
     if "data" not in {**values, **given}:
         raise InputError(f"{source}: train has no data; expected a data file")
     learning = typed(Recipe, {k: v for k, v in found.items() if k in recipe}, source)
-    return TrainPlan(**values, **given, recipe=Recipe(**{"noise": "seeded", **learning}))
+    return TrainPlan(**{"task": USUAL, **values, **given}, recipe=Recipe(**{"noise": "seeded", **learning}))
 
 
 def _of_service(plan: ServicePlan) -> dict[str, Any]:

@@ -8,12 +8,13 @@ import logging
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import nn
 
 from rasura.core.interfaces import InputError
+from rasura.core.options import known
 from rasura.core.rng import seeded
 from rasura.core.values import NO_TEXT, Task, Vocabulary
 from rasura.core.word_rows import token_count
@@ -102,6 +103,7 @@ def load(
     ``on_disk``: leave the weights on disk (``rasura.victims.on_disk``); None: only for an attacked model whose weights need
     more than half of the memory. Raises ``InputError`` if anything is wrong with the folder.
     """
+    known("task", task, get_args(Task))
     name = str(path_or_id)
     if task == "vision":
         from rasura.victims.vision import build
@@ -249,15 +251,15 @@ def _model(
     if task == "classification" and num_labels is not None:
         options["num_labels"] = num_labels
     try:
-        known = AutoConfig.from_pretrained(source, trust_remote_code=remote, revision=options["revision"])
-        check_config(known.to_dict(), name)
+        config = AutoConfig.from_pretrained(source, trust_remote_code=remote, revision=options["revision"])
+        check_config(config.to_dict(), name)
         if folder.is_dir() and not remote:
             with torch.device("meta"), torch.random.fork_rng(devices=[]):
-                entries = sum(p.numel() for p in kind.from_config(known).parameters())
+                entries = sum(p.numel() for p in kind.from_config(config).parameters())
             check_size(folder, entries)
             if on_disk or (on_disk is None and needs_disk(entries)):
-                known.num_labels = options.get("num_labels", known.num_labels)
-                return stored_model(lambda: kind.from_config(known, attn_implementation="eager"), folder), ()
+                config.num_labels = options.get("num_labels", config.num_labels)
+                return stored_model(lambda: kind.from_config(config, attn_implementation="eager"), folder), ()
         with seeded(seed):
             model, info = kind.from_pretrained(source, **options)
     except InputError:

@@ -56,6 +56,8 @@ ADAPTED: dict[str, Task] = {"CAUSAL_LM": "causal", "SEQ_CLS": "classification"}
 IMAGE_MODELS = ("lenet", "cnn")
 """Names of models that read images (``victims.vision``)."""
 
+TELL = "pass --task, or task= in Python"
+
 NAMED = 3
 """Number of weights that a message names."""
 
@@ -81,9 +83,9 @@ def is_adapter(model: str | Path) -> bool:
 
 
 def task_of(model: str | Path) -> Task:
-    """The task that ``model`` states, a folder of a model or an adapter, a hub id or a name of ours; classification where it
-    states none. Raises ``InputError`` where it states one that is neither classification nor causal, such as one label for
-    each token: what is measured of another loss would be of no model. Also as ``read_config`` and ``check_hub_id`` do."""
+    """The task that ``model`` states, a folder of a model or an adapter, a hub id or a name of ours. Raises ``InputError``
+    where it states none, or one that is neither classification nor causal, such as one label for each token: what is
+    measured of another loss would be of no model. Also as ``read_config`` and ``check_hub_id`` do."""
     folder = Path(model)
     if str(model) in TASKS:
         return TASKS[str(model)]
@@ -92,8 +94,24 @@ def task_of(model: str | Path) -> Task:
     if is_adapter(folder):
         return _of_adapter(folder)
     config = folder / "config.json" if folder.exists() else hub_config(str(model))
-    stated = read_config(config).get("architectures") if config is not None and config.is_file() else None
-    return _by_classes(model, [str(name) for name in stated] if isinstance(stated, list) else []) or "classification"
+    if config is None or not config.is_file():
+        return "classification"  # there is no model, which loading says
+    stated = read_config(config).get("architectures")
+    if found := _by_classes(model, [str(name) for name in stated] if isinstance(stated, list) else []):
+        return found
+    raise InputError(f"{config} names no architectures, so whether it is a classifier is not known; {TELL}")
+
+
+def task_in_memory(model: nn.Module) -> Task:
+    """The task of a model in memory, by its class or that of the model that it adapts."""
+    adapted: Any = getattr(model, "get_base_model", lambda: model)
+    names = [kind.__name__ for one in (model, adapted()) for kind in type(one).__mro__]
+    return "causal" if any(name.endswith(CAUSAL) for name in names) else "classification"
+
+
+def task_for(task: str | None, model: str | Path | None, num_labels: int | None = None) -> str:
+    """The ``task`` that was given. Otherwise classification where classes were given, or what the model's folder states."""
+    return task or ("classification" if num_labels is not None or model is None else task_of(model))
 
 
 def _by_classes(model: str | Path, names: Sequence[str]) -> Task | None:
@@ -118,7 +136,7 @@ def _of_adapter(folder: Path) -> Task:
     if found := _by_classes(folder, [str(adapted)] if adapted else []):
         return found
     if not base or is_adapter(str(base)):
-        raise InputError(f"{folder} states no task, no class of a model and no base model; pass --task")
+        raise InputError(f"{folder} states no task, no class of a model and no base model; {TELL}")
     return task_of(str(base))
 
 

@@ -15,6 +15,7 @@ Who colludes and who disappears must not depend on the graph.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
@@ -89,14 +90,16 @@ def sparse_threshold(clients: int, degree: int, bounds: Bounds) -> int:
     corrupt, gone = counts(clients, bounds)
     if degree >= clients - 1:
         return 0
-    threshold, seen = 0, Fraction(0)
-    for answering in range(degree + 1):  # the most that may be demanded of a client's neighbours
-        seen += clients * _exactly(answering, clients - 1, clients - 1 - gone, degree)
-        if seen * 2**COMPLETION > 1:
+    threshold, seen, every = 0, 0, comb(clients - 1, degree)
+    for answering, ways in enumerate(_ways(clients - 1, clients - 1 - gone, degree)):
+        seen += (
+            clients * ways
+        )  # of at most so many answering, which is the most that may be demanded of a client's neighbours
+        if seen << COMPLETION > every:
             threshold = answering
             break
-    exposed = apart(clients, degree, corrupt + gone)
-    exposed += clients * sum(_exactly(k, clients - 1, corrupt, degree) for k in range(threshold, degree + 1))
+    colluding = sum(ways for found, ways in enumerate(_ways(clients - 1, corrupt, degree)) if found >= threshold)
+    exposed = apart(clients, degree, corrupt + gone) + Fraction(clients * colluding, every)
     return threshold if threshold and exposed * 2**PRIVACY <= 1 else 0
 
 
@@ -111,11 +114,16 @@ def apart(clients: int, degree: int, removed: int) -> Fraction:
     return clients * Fraction(prod(max(0, removed - k) for k in range(half)), prod(clients - k for k in range(half)))
 
 
-def _exactly(found: int, population: int, marked: int, drawn: int) -> Fraction:
-    """The hypergeometric probability of ``found`` marked ones among ``drawn``."""
-    if found > marked or drawn - found > population - marked:
-        return Fraction(0)
-    return Fraction(comb(marked, found) * comb(population - marked, drawn - found), comb(population, drawn))
+def _ways(population: int, marked: int, drawn: int) -> Iterator[int]:
+    """In how many of all ``comb(population, drawn)`` draws there are 0, 1, ... ``drawn`` marked ones, each from the one
+    before: for thousands of clients, these numbers have thousands of digits."""
+    others = population - marked
+    least = max(0, drawn - others)
+    ways = comb(marked, least) * comb(others, drawn - least)
+    yield from (0 for _ in range(least))
+    for found in range(least, drawn + 1):
+        yield ways
+        ways = ways * (marked - found) * (drawn - found) // ((found + 1) * (others - drawn + found + 1))
 
 
 def neighbours(of: int, seed: bytes, shape: Plan) -> tuple[int, ...]:
