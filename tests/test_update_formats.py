@@ -646,6 +646,24 @@ def test_weights_of_an_adapter_whose_b_outgrew_the_rest_are_no_update() -> None:
         check_update({"0.weight": update, "1.weight": grown}, model, "adapter")
 
 
+def test_a_state_dict_with_the_layers_that_copies_replace_is_read(tmp_path: Path, adapter_folder: Path) -> None:
+    """``model.state_dict()`` of PEFT holds the layer of which ``modules_to_save`` trains a copy, too."""
+    victim = load(adapter_folder, "classification")
+    state = victim.model.state_dict()
+    assert any("original_module" in n for n in state) and any("modules_to_save" in n for n in state)
+    torch.manual_seed(0)
+    own = {n: p for n, p in victim.model.named_parameters() if "lora_" in n or "modules_to_save" in n}
+    sent = {n: 0.01 * torch.randn_like(p) for n, p in own.items()}
+    save_file({n: t.detach().clone().contiguous() for n, t in state.items()}, tmp_path / "before.safetensors")
+    after = {n: (t.detach() + sent[n] if n in sent else t.detach()).clone().contiguous() for n, t in state.items()}
+    save_file(after, tmp_path / "after.safetensors")
+    update = open_update(tmp_path / "after.safetensors", victim, before=tmp_path / "before.safetensors")
+    assert any("weights that an adapter trains a copy of were left out: 2" in note for note in update.notes), update.notes
+    changed = {n: t for n, t in update.entries.items() if bool(t.any())}
+    assert changed.keys() == sent.keys()
+    assert all(torch.allclose(changed[n], sent[n], atol=1e-6) for n in sent)
+
+
 def test_frozen_weights_that_did_not_change_count_as_not_sent(tmp_path: Path, adapted: Victim) -> None:
     """A whole state dict had zeros for the frozen weights, which read as gradients: the last word of every text was lost."""
     update = {n: t for n, t in sent(adapted).items() if "lora_" in n}

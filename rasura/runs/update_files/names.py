@@ -58,10 +58,17 @@ def matched(source: Source, model: nn.Module) -> Matched:
     if not out:
         raise InputError(f"{source.file} holds no parameter of the model; pass the model that the update was computed with")
     count = sum(1 for _ in model.parameters())
-    left = len(source.entries) - sum(target is not None for target in pairs)
+    replaced = sum(_replaced(entry.name or "") for entry in source.entries)
+    left = len(source.entries) - sum(target is not None for target in pairs) - replaced
     told = [f"{source.file.name}: {source.kind}, {len(out)} of the model's {count} parameters"]
     told += [f"{left} buffers were left out"] if left else []
+    told += [f"weights that an adapter trains a copy of were left out: {replaced}"] if replaced else []
     return Matched(out, (*told, *copies, *notes))
+
+
+def _replaced(name: str) -> bool:
+    """Whether a tensor is of a layer in whose place a copy runs, which an adapter trains (``modules_to_save``)."""
+    return "original_module" in name.split(".")
 
 
 def _once(source: Source, model: nn.Module, pairs: Sequence[str | None]) -> tuple[dict[str, Entry], tuple[str, ...]]:
@@ -95,10 +102,13 @@ def targets(source: Source, model: nn.Module) -> tuple[list[str | None], tuple[s
     """
     own, several = _own(model)
     names = [plain(entry.name or "") for entry in source.entries]
-    off, on = _shift(names, own, source)
+    off, on = _shift([name for name in names if not _replaced(name)], own, source)
     buffers = {plain(n) for n, _ in model.named_buffers()}
     out: list[str | None] = []
     for name, entry in zip(names, source.entries):
+        if _replaced(name):
+            out.append(None)
+            continue
         short = on + name.removeprefix(off)
         target = own.get(short) if name.startswith(off) else None
         if target is not None and short in several:
@@ -128,7 +138,7 @@ def _own(model: nn.Module) -> tuple[dict[str, str], dict[str, list[str]]]:
     out: dict[str, list[str]] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
         # The copy that an adapter trains is the parameter; what it replaces is not.
-        if ".original_module." not in name and first[id(p)] not in out.setdefault(plain(name), []):
+        if not _replaced(name) and first[id(p)] not in out.setdefault(plain(name), []):
             out[plain(name)].append(first[id(p)])
     return {n: found[0] for n, found in out.items()}, {n: found for n, found in out.items() if len(found) > 1}
 
