@@ -221,7 +221,13 @@ def test_of_a_model_that_generates_the_worse_of_prompts_and_answers_counts() -> 
     hidden = [r for r in quiet if r["defense"] == HIDDEN]
     assert word([*unprotected, *hidden]) == NOT_TOLD
     assert word(quiet) == NOT_MEASURED, "no attack was seen to read answers"
-    assert word([*unprotected, *(r for r in both(STOPPED, 1.0) if r["defense"] == HIDDEN)]) == READS
+    answered = [*unprotected, *(r for r in both(STOPPED, 1.0) if r["defense"] == HIDDEN)]
+    assert word(answered) == READS
+    # The figure beside the verdict is of what was asked; the one that decided is said, too.
+    assert f"Of the answers behind {HIDDEN}, the operator of the service read back 100 % " in " ".join(
+        service_findings(answered, PLAN).sentence
+    )
+    assert not any("Of the answers" in line for line in service_findings([*unprotected, *hidden], PLAN).sentence)
 
 
 def test_the_gate_judges_a_service() -> None:

@@ -15,7 +15,7 @@ from rasura.report.pooled import Level, pooled
 from rasura.report.readings import reading
 from rasura.report.scores import notes_of, without_a_figure
 from rasura.report.sentence import RISK, covered, left_out, of_what_is_left, partly, unknown_words, where
-from rasura.report.verdicts import worst_of
+from rasura.report.verdicts import Verdict, worst_of
 
 ANSWERS = "answer_bag_f1"
 """``RISK`` of what a model that generates answered."""
@@ -45,11 +45,14 @@ def service_findings(records: Sequence[Mapping[str, Any]], plan: Mapping[str, An
     attacked = [r for r in records if r["attack"] != CLIENT]
     order = {"defenses": plan["protections"], "updates": plan["weights"], "attacks": plan["attacks"]}
     found = replace(findings(attacked, order, RISK), words=WORDS)
+    said: list[str] = []
     if any(ANSWERS in r["scores"] or ANSWERS in r["blind"] for r in attacked):
-        answers = findings(attacked, order, ANSWERS).verdicts
-        found = replace(found, verdicts={c: worst_of([v, answers[c]]) for c, v in found.verdicts.items()})
-    said = (*_sentence(found, attacked), *_answers_left_out(found, attacked))
-    return replace(found, sentence=said, recommendation=recommendation(found))
+        answers = replace(findings(attacked, order, ANSWERS), words=WORDS)
+        worst = {c: worst_of([v, answers.verdicts[c]]) for c, v in found.verdicts.items()}
+        said = [*_answers_read(found, answers, worst), *_answers_left_out(found, attacked)]
+        found = replace(found, verdicts=worst)
+    said = [*_sentence(found, attacked), *said]
+    return replace(found, sentence=tuple(said), recommendation=recommendation(found))
 
 
 def _sentence(f: Findings, records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -70,6 +73,19 @@ def _sentence(f: Findings, records: Sequence[Mapping[str, Any]]) -> Iterator[str
     yield from (*left_out(f), *of_what_is_left(f, records))
     yield tell("Guessing without looking at the data sent: {level}.", level=f.blind.text)
     yield from unknown_words(records)
+
+
+def _answers_read(f: Findings, answers: Findings, worst: Mapping[str, Verdict]) -> Iterator[str]:
+    """What was read of the answers where the verdict on them is the ``worst``, so that the figures of what was asked do not
+    show why."""
+    for column in f.columns:
+        entry = answers.best.get(column)
+        if worst[column].word == f.verdicts[column].word or entry is None or entry.level is None or answers.blind is None:
+            continue
+        yield tell(
+            "Of the answers {where}, the operator of the service read back {level} {share}; guessing: {blind}.",
+            where=where(column), level=entry.level.text, share=WORDS.here.share, blind=answers.blind.text,
+        )  # fmt: skip
 
 
 def _answers_left_out(f: Findings, records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
