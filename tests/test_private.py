@@ -244,6 +244,29 @@ def test_a_step_takes_no_gradient_that_was_put_in_by_hand() -> None:
         private.optimizer.step()
 
 
+@pytest.mark.parametrize("named", [True, False])
+def test_a_step_takes_no_closure(named: bool) -> None:
+    """A closure runs behind the check of the gradients: what it puts into ``.grad`` was used unseen."""
+    private, batch = protected()
+    assert private.optimizer is not None
+    kept = [p.detach().clone() for p in private.model.parameters()]
+
+    def closure() -> float:
+        for parameter in private.model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        return 0.0
+
+    private.model.zero_grad()
+    for released in (False, True):
+        if released:
+            private.model(**batch).loss.backward()
+        with pytest.raises(InputError, match="was given a closure"):
+            private.optimizer.step(closure=closure) if named else private.optimizer.step(closure)
+    assert all(map(torch.equal, kept, private.model.parameters()))
+    private.optimizer.step(None)  # as wrappers of optimizers call it
+    assert not all(map(torch.equal, kept, private.model.parameters()))
+
+
 def test_a_gradient_from_before_is_no_way_around() -> None:
     """A look at whether the loop runs left a gradient that the first private step took."""
     model = tiny("bert", "classification", num_labels=2)

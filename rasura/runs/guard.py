@@ -54,10 +54,11 @@ class Guard:
         self.watch()
         own = weakref.ref(self)
 
-        def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        def before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
             guard = own()
             if guard is not None:
-                guard.check_step(optimizer)
+                given = args[1] if len(args) > 1 else kwargs.get("closure")  # the first is the optimizer
+                guard.check_step(optimizer, closure=given is not None)
 
         self._step_hook = register_optimizer_step_pre_hook(before)
         weakref.finalize(self, self._step_hook.remove)
@@ -115,10 +116,15 @@ class Guard:
         if gradient is not None and not self.inside:
             self._left[name] = gradient
 
-    def check_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raises ``InputError`` if ``optimizer`` would use gradients of this model that do not come from a release."""
-        taken = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    def check_step(self, optimizer: torch.optim.Optimizer, *, closure: bool = False) -> None:
+        """Raises ``InputError`` if ``optimizer`` would use gradients of this model that do not come from a release. Those
+        that a ``closure`` makes do not exist yet, so it is refused."""
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        taken = [p for p in held if p.grad is not None]
         named = {id(p): name for name, p in self._parameters().items()}
+        if closure and any(id(p) in named for p in held):
+            raise InputError("optimizer.step() was given a closure, whose gradients cannot be checked before they are used; "
+                "call model(**batch).loss.backward() before optimizer.step(), and pass no closure")  # fmt: skip
         if not any(id(p) in named for p in taken):
             return
         for parameter in taken:
