@@ -92,9 +92,7 @@ def sparse_threshold(clients: int, degree: int, bounds: Bounds) -> int:
         return 0
     threshold, seen, every = 0, 0, comb(clients - 1, degree)
     for answering, ways in enumerate(_ways(clients - 1, clients - 1 - gone, degree)):
-        seen += (
-            clients * ways
-        )  # of at most so many answering, which is the most that may be demanded of a client's neighbours
+        seen += clients * ways  # at most so many answer, which is the most that may be demanded
         if seen << COMPLETION > every:
             threshold = answering
             break
