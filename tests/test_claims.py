@@ -68,6 +68,14 @@ def test_wrong_labels_are_named(victim: Victim, update: Path) -> None:
     assert found.notes == (STATED.format("labels, batch size"), "the stated labels are 1 and 1; the update proves 0 and 1")
 
 
+def test_a_wrong_dropout_hides_no_proof(victim: Victim, update: Path) -> None:
+    if victim.task == "causal":
+        pytest.skip("this family has no dropout")
+    found = read(update, victim, batch_size=2, dropout=0.1)
+    assert sorted(found.texts) == sorted(TEXTS) and found.confidence == "verified"
+    assert STATED.format("batch size, dropout") in found.notes
+
+
 def test_right_statements_are_used_and_nothing_is_said_of_them(victim: Victim, update: Path) -> None:
     lengths = tuple(len(text) for text in victim.tokenizer(TEXTS)["input_ids"])
     found = read(update, victim, batch_size=2, lengths=lengths)

@@ -152,7 +152,7 @@ def observe_update(
     language_model: tuple[nn.Module, Vocabulary] | None = None,
 ) -> Observation:
     """The view of someone who captured ``message``. There is no truth here, so what is not passed is not granted, and what
-    is passed of the texts is a claim.
+    is passed of the texts and of the training is a claim.
 
     ``model``: the model with which the update was computed; the adversary gets a copy.
     """
@@ -167,7 +167,8 @@ def observe_update(
         Grant.LANGUAGE_MODEL: language_model,
     }
     granted = {g: value for g, value in known.items() if value is not None}
-    return Observation(message, task, granted, frozenset({Grant.BATCH_SIZE, Grant.LABELS, Grant.LENGTHS} & granted.keys()))
+    claimed = {Grant.BATCH_SIZE, Grant.LABELS, Grant.LENGTHS, Grant.MECHANISM} & granted.keys()
+    return Observation(message, task, granted, frozenset(claimed))
 
 
 def observe_model(

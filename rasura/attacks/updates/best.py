@@ -22,6 +22,7 @@ from rasura.attacks.updates.pursuit import Pursuit
 from rasura.attacks.updates.span import Span
 from rasura.attacks.updates.span_matching import SpanMatching
 from rasura.core.interfaces import Attack, AttackFailed, Budget, NotApplicable
+from rasura.core.mechanisms import Dropout
 from rasura.core.rng import child
 from rasura.core.so_far import begin
 from rasura.core.specs import AttackSpec, Home, Portfolio
@@ -95,19 +96,18 @@ def matching(seen: Observation) -> Callable[[], GradientMatching]:
     return lamp_weighted if announced_noise(seen)[0] > 0 or shows_noise(seen) else dlg
 
 
-def _unclaimed(seen: Observation) -> Observation | None:
-    """``seen`` without what it has on somebody's word, the sign of a gradient among it; None if there is nothing."""
-    signed = seen.message.sign == "stated" and seen.message.kind == "fedsgd"
-    if not signed and not seen.claimed:
-        return None
+def _unclaimed(seen: Observation) -> tuple[Observation, str] | None:
+    """``seen`` without what it has of the texts on somebody's word, without dropout and the sign of a gradient, where they
+    are stated alike; and their names. None if there is nothing."""
+    named = [grant.name.lower().replace("_", " ") for grant in Grant if grant in seen.claimed - {Grant.MECHANISM}]
     granted = {grant: value for grant, value in seen.granted.items() if grant not in seen.claimed}
-    return replace(seen, message=replace(seen.message, sign="unknown") if signed else seen.message, granted=granted)
-
-
-def _named(seen: Observation, bare: Observation) -> str:
-    """What ``seen`` says and ``bare`` does not."""
-    named = [grant.name.lower().replace("_", " ") for grant in Grant if grant in seen and grant not in bare]
-    return ", ".join([*named, *["sign"] * (seen.message.sign != bare.message.sign)])
+    if Grant.MECHANISM in seen.claimed:
+        granted[Grant.MECHANISM] = tuple(m for m in seen.mechanism if not isinstance(m, Dropout))
+        named += ["dropout"] * (granted[Grant.MECHANISM] != seen.mechanism)
+    message = seen.message
+    if message.sign == "stated" and message.kind == "fedsgd":
+        message, named = replace(message, sign="unknown"), [*named, "sign"]
+    return (replace(seen, message=message, granted=granted), ", ".join(named)) if named else None
 
 
 @dataclass(frozen=True)
@@ -117,8 +117,8 @@ class Best:
     verified, or a span of whole texts in order, of the granted lengths. Once one finds nothing but the signs of a causal
     model's text, prefix matching takes the place of the rest.
 
-    What is known of the texts on somebody's word alone (``Observation.claimed``) may be wrong. So while nothing is verified
-    with it, embedding rows and span look once without it.
+    What is known on somebody's word alone (``Observation.claimed``) may be wrong. So while nothing is verified with it,
+    embedding rows and span look once without it.
 
     Returns the guess with the highest confidence, ordered before bags (unless the order explains nothing of a causal
     update), complete before holes, and of equals the one whose gradient is nearest to the observed one. A guess without a
@@ -150,7 +150,8 @@ class Best:
 
         left: list[tuple[Callable[[], Attack[Reconstruction]], Observation]]
         left = [(make, seen) for make in (*self.attacks, matching(seen))]
-        if (bare := _unclaimed(seen)) is not None:
+        bare, stated = _unclaimed(seen) or (None, "")
+        if bare is not None:
             again = [(make, bare) for make in self.attacks if make in (EmbeddingRows, Span)]
             left[len(again) : len(again)] = again
         while left:
@@ -174,7 +175,7 @@ class Best:
             ran.append(attack.name)
             ended[name] = guess.confidence
             if view is bare:
-                guess = replace(guess, details={**guess.details, "without": _named(seen, bare)})
+                guess = replace(guess, details={**guess.details, "without": stated})
             if _settled(guess, view):
                 proven = guess.confidence == "verified"
                 if proven or not settled:
