@@ -83,9 +83,13 @@ def test_right_statements_are_used_and_nothing_is_said_of_them(victim: Victim, u
     assert "without" not in found.details and not any("stated" in note for note in found.notes)
 
 
-def test_a_third_text_that_is_none_is_not_made_up(victim: Victim, update: Path) -> None:
-    found = read(update, victim, batch_size=3)
-    assert sorted(found.texts) == sorted(TEXTS) and found.confidence == "verified"
+def test_a_third_text_that_is_none_is_not_made_up(victim: Victim, tmp_path: Path) -> None:
+    texts = ["w40 the w41 w42 w43 w44 w45 w46", "w50 w51 w52 w53 w54 w55 w56 w57"]
+    inputs = dict(victim.tokenizer(texts, return_tensors="pt"))
+    labels = inputs["input_ids"] if victim.task == "causal" else torch.tensor([0, 1])
+    capture(victim.model, {**inputs, "labels": labels}, tmp_path / "u.safetensors")
+    found = read(tmp_path / "u.safetensors", victim, batch_size=3, update="fedsgd")
+    assert sorted(found.texts) == sorted(texts) and found.confidence == "verified"
     assert any(note.startswith("2 of 3 texts; ") for note in found.notes)
 
 
