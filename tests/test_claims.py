@@ -60,17 +60,15 @@ def test_wrong_statements_hide_no_text_and_are_named(
     assert line.format(*lengths) in found.notes
 
 
+@pytest.mark.parametrize("victim", ["bert"], indirect=True)
 def test_wrong_labels_are_named(victim: Victim, update: Path) -> None:
-    if victim.task == "causal":
-        pytest.skip("a causal text has no label")
     found = read(update, victim, labels=(1, 1))
     assert sorted(found.texts) == sorted(TEXTS) and found.confidence == "verified" and sorted(found.labels or ()) == [0, 1]
     assert found.notes == (STATED.format("labels, batch size"), "the stated labels are 1 and 1; the update proves 0 and 1")
 
 
+@pytest.mark.parametrize("victim", ["bert"], indirect=True)
 def test_a_wrong_dropout_hides_no_proof(victim: Victim, update: Path) -> None:
-    if victim.task == "causal":
-        pytest.skip("this family has no dropout")
     found = read(update, victim, batch_size=2, dropout=0.1)
     assert sorted(found.texts) == sorted(TEXTS) and found.confidence == "verified"
     assert STATED.format("batch size, dropout") in found.notes
@@ -93,9 +91,8 @@ def test_a_third_text_that_is_none_is_not_made_up(victim: Victim, tmp_path: Path
     assert any(note.startswith("2 of 3 texts; ") for note in found.notes)
 
 
+@pytest.mark.parametrize("victim", ["llama"], indirect=True)
 def test_a_wrong_sign_hides_no_text_of_a_decoder(victim: Victim, update: Path, tmp_path: Path) -> None:
-    if victim.task != "causal":
-        pytest.skip("with its sign unknown, a batch of this classifier has no proof either")
     save_file({n: -t for n, t in load_file(update).items()}, tmp_path / "u.safetensors")
     found = read(tmp_path / "u.safetensors", victim, batch_size=2, update="fedsgd")
     assert sorted(found.texts) == sorted(TEXTS) and found.confidence == "verified"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rasura.cli.outcome import Ending, conclude
-from rasura.cli.shared import err, task_named, watched
+from rasura.cli.shared import err, watched
 from rasura.core.errors import InputError
 
 FIELDS = {"defenses": "protections"}
@@ -65,7 +65,6 @@ def service_planned(config: Path | None, given: Mapping[str, Any]) -> ServicePla
         raise InputError("--service needs FILE, the texts that clients send")
     if "reference" not in found:
         raise InputError("--service needs --reference, a file with other texts of the same kind")
-    found.setdefault("task", task_named(None, found.get("model")))
     return service_plan_of(found, str(config or "--service")).checked()
 
 

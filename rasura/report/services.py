@@ -47,7 +47,7 @@ def service_findings(records: Sequence[Mapping[str, Any]], plan: Mapping[str, An
     found = replace(findings(attacked, order, RISK), words=WORDS)
     said: list[str] = []
     if any(ANSWERS in r["scores"] or ANSWERS in r["blind"] for r in attacked):
-        answers = replace(findings(attacked, order, ANSWERS), words=WORDS)
+        answers = findings(attacked, order, ANSWERS)
         worst = {c: worst_of([v, answers.verdicts[c]]) for c, v in found.verdicts.items()}
         said = [*_answers_read(found, answers, worst), *_answers_left_out(found, attacked)]
         found = replace(found, verdicts=worst)

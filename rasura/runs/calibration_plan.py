@@ -12,7 +12,6 @@ from rasura.registry import METRICS, family, for_task, usual_metrics
 from rasura.report.sentence import HEADLINE
 from rasura.runs.plans import Plan
 from rasura.victims.recipe import Recipe
-from rasura.victims.weights import task_for
 
 
 @dataclass(frozen=True)
@@ -39,9 +38,7 @@ class CalibrationPlan:
         """This plan with the metrics it needs. Raises ``InputError`` if it is wrong."""
         of_kind(self.plan, Plan, "plan", 'a file is Plan(data="notes.jsonl")')
         if not self.plan.task:
-            return replace(
-                self, plan=replace(self.plan, task=task_for(None, self.plan.model, self.plan.num_labels))
-            ).checked()
+            return replace(self, plan=self.plan.with_task()).checked()
         images = self.plan.task == "vision"
         bare = known("risk", self.risk, ("ssim",) if images else for_task(METRICS, "classification"))
         if getattr(METRICS[bare].make, "higher_is", "worse") != "worse":

@@ -62,9 +62,10 @@ class GhostObfuscator:
         pairs = rows.get("text_pair")
         examples = [Example(t or "", p) for t, p in zip(rows["text"], pairs or [None] * len(rows["text"]))]
         done = self.examples(examples, seed, (f"{name}/text", f"{name}/text_pair"))
-        for example, one in zip(examples, done if pairs is not None else []):  # each row has the same columns
-            types = self._together(example, one["input_ids"], [])[1] if "token_type_ids" not in one else None
-            one |= {} if types is None else {"token_type_ids": types}
+        alone = [(e, one) for e, one in zip(examples, done) if pairs is not None and not e.text_pair]
+        for example, one in alone:  # rows with a second text and without have the same columns
+            if (types := self._together(example, one["input_ids"], [])[1]) is not None:
+                one["token_type_ids"] = types
         names = ["text", "input_ids", *(["text_pair"] if pairs is not None else [])]
         names += ["token_type_ids"] if any("token_type_ids" in d for d in done) else []
         return {n: [d.get(n) for d in done] for n in names}

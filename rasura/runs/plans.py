@@ -96,6 +96,10 @@ class Plan:
         every = {"limit": None} if given.get("texts") else {}
         return replace(self, **{**left_out, **every, **given})
 
+    def with_task(self) -> Plan:
+        """This plan with the task that the model's folder states, unless it has one."""
+        return self if self.task else replace(self, task=task_for(None, self.model, self.num_labels))
+
     def checked(self, methods: Methods = REGISTERED) -> Plan:
         """This plan with its task, and the defaults for images if that is ``vision``. Raises ``InputError`` if it is wrong.
 
@@ -104,7 +108,7 @@ class Plan:
         from rasura.core.threat import THREATS
 
         if not self.task:
-            return replace(self, task=task_for(None, self.model, self.num_labels)).checked(methods)
+            return self.with_task().checked(methods)
         known("task", self.task, get_args(Task))
         if self.task == "vision" and (plan := self._of_images()) != self:
             return plan.checked(methods)

@@ -18,7 +18,6 @@ OUTSIDE = (
 def notes(guess: Reconstruction, victim: Victim, request: ReadRequest) -> tuple[str, ...]:
     """What the texts of ``guess`` do not show, one line each, and what it has otherwise than the ``request`` states."""
     words, texts, batch_size = victim.vocabulary, len(guess.tokens), request.batch_size
-    against = _against(guess, request)
     guess, out = _once(guess)
     out += [OUTSIDE] if guess.details.get("outside") else []
     tokens = [t for text in guess.tokens for t in text if t != UNKNOWN and t not in words.special_ids - words.unknown_ids]
@@ -35,7 +34,7 @@ def notes(guess: Reconstruction, victim: Victim, request: ReadRequest) -> tuple[
         out.append(f"{texts} of {batch_size} texts; equal texts are named once, and {missing}")
     if without := guess.details.get("without"):
         out.append(f"read without what was stated ({without}), with which nothing was proven")
-    out += against
+    out += _against(guess, request)
     if stopped := guess.details.get("stopped"):
         out.append(f"stopped during {stopped}; attacks that did not end may read more")
     by_gradient = guess.details.get("proof") == "gradient"  # that of embedding rows tells no labels, whatever the sign

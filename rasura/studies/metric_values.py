@@ -62,7 +62,7 @@ BOUNDS: Mapping[str, tuple[float, float] | None] = {
 
 
 ENOUGH = 5
-"""Texts from which on a figure has an interval that is worth showing."""
+"""Values, one for each group of texts that share no update, from which on a figure has an interval worth showing."""
 
 
 class Values(NamedTuple):

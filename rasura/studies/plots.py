@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -90,10 +91,7 @@ def of_service(study: Study, plan: ServicePlan, records: Iterable[Mapping[str, A
     found: Cells = {}
     guesses: dict[float, Point] = {}
     metric = next(m for m in study.metrics if m not in HIGHER_IS_BETTER)
-
-    def level(behind_keys: Sequence[Mapping[str, Any]]) -> Point:
-        return keyed_level(behind_keys, metric)
-
+    level = partial(keyed_level, metric=metric)
     for r in sorted(records, key=service_place(plan)):
         known = strength(r["defense"])
         if known is not None and r["status"] != "not_applicable":

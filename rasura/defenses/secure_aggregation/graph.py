@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
+from itertools import islice, repeat
 from math import comb, floor, prod
 
 from rasura.core.errors import InputError
@@ -96,7 +97,7 @@ def sparse_threshold(clients: int, degree: int, bounds: Bounds) -> int:
         if seen << COMPLETION > every:
             threshold = answering
             break
-    colluding = sum(ways for found, ways in enumerate(_ways(clients - 1, corrupt, degree)) if found >= threshold)
+    colluding = sum(islice(_ways(clients - 1, corrupt, degree), threshold, None))
     exposed = apart(clients, degree, corrupt + gone) + Fraction(clients * colluding, every)
     return threshold if threshold and exposed * 2**PRIVACY <= 1 else 0
 
@@ -118,7 +119,7 @@ def _ways(population: int, marked: int, drawn: int) -> Iterator[int]:
     others = population - marked
     least = max(0, drawn - others)
     ways = comb(marked, least) * comb(others, drawn - least)
-    yield from (0 for _ in range(least))
+    yield from repeat(0, least)
     for found in range(least, drawn + 1):
         yield ways
         ways = ways * (marked - found) * (drawn - found) // ((found + 1) * (others - drawn + found + 1))
