@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -153,7 +154,8 @@ def test_wandb_keeps_the_run_offline(tmp_path: Path, model_folder: Path, monkeyp
 def test_a_notebook_shows_what_was_read_and_runs_none_of_it() -> None:
     found = ReadResult("ok", "", "span", ("<script>a & b",), "verified", seconds=1.25)
     shown = found._repr_html_()
-    assert "<li>&lt;script&gt;a &amp; b</li>" in shown and "<b>verified</b> by span in 1.2 s" in shown
+    assert "<li>&lt;script&gt;a &amp; b</li>" in shown and "<p>verified by span in 1.2 s</p>" in shown
+    assert "no proof" in replace(found, confidence="matched")._repr_html_() and "no proof" not in shown
     assert "nothing was recovered: no &lt;row&gt; space" in ReadResult("failed", "no <row> space", "span")._repr_html_()
 
 

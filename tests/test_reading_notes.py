@@ -91,8 +91,12 @@ def test_labels_that_lean_on_the_size_of_the_update_are_called_an_estimate(victi
 
 def test_the_command_says_it_too(victim: Victim, tmp_path: Path) -> None:
     path = captured(victim, tmp_path / "u.safetensors")
-    done = CliRunner().invoke(app, ["read", str(path), "--model", victim.name, "--batch-size", "1", "--attack", "span"])
+    asked = ["read", str(path), "--model", victim.name, "--batch-size", "1", "--attack"]
+    done = CliRunner().invoke(app, [*asked, "span"])
     assert done.exit_code == 0 and "the labels depend on the sign of the file" in done.output
+    assert "\nverified by span in " in done.output
+    guessed = CliRunner().invoke(app, [*asked, "blind", "--lengths", "6", "--labels", "1"])
+    assert guessed.exit_code == 0 and "none (a guess without a check) by blind in " in " ".join(guessed.output.split())
 
 
 def test_a_place_that_stays_open_is_told(victim: Victim, tmp_path: Path) -> None:

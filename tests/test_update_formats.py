@@ -34,9 +34,12 @@ __all__ = ["model_folder"]
 
 @pytest.fixture(scope="module")
 def adapter_folder(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved_adapter(model_folder, tmp_path_factory.mktemp("adapter"))
+
+
+def saved_adapter(model_folder: Path, folder: Path, **options: Any) -> Path:
     """A PEFT adapter as PEFT saves it, with both matrices drawn at random, as they are from the second round on."""
-    folder = tmp_path_factory.mktemp("adapter")
-    config = peft.LoraConfig(task_type="SEQ_CLS", target_modules=["query", "value"], r=4)
+    config = peft.LoraConfig(task_type="SEQ_CLS", target_modules=["query", "value"], r=4, **options)
     model = peft.get_peft_model(load(model_folder, "classification").model, config)
     torch.manual_seed(1)
     with torch.no_grad():
@@ -96,6 +99,18 @@ def test_peft_files_have_no_adapter_name(tmp_path: Path, adapted: Victim) -> Non
     notes = check(tmp_path / "adapter_model.safetensors", adapted, update)
     assert any("was matched to" in note and "lora_A.default.weight" in note for note in notes)
     assert check(tmp_path, adapted, update) == notes  # the folder of the file
+
+
+def test_a_text_is_read_of_dora_by_the_files_of_peft(tmp_path: Path, model_folder: Path) -> None:
+    """In a file of PEFT's, the name of a magnitude ends without ``weight``. PEFT runs the adapters on the identity, too."""
+    victim = load(saved_adapter(model_folder, tmp_path / "adapter", use_dora=True), "classification")
+    batch = victim.tokenizer(["carol paid"], return_tensors="pt")
+    victim.model(**batch, labels=torch.tensor([1])).loss.backward()
+    state = peft_state(victim, {n: p.grad for n, p in victim.model.named_parameters() if p.grad is not None})
+    assert any(n.endswith("query.lora_magnitude_vector") for n in state)
+    save_file(state, tmp_path / "update.safetensors")
+    found = read_update(tmp_path / "update.safetensors", victim, ReadRequest(attack="span", batch_size=1))
+    assert found.texts == ("carol paid",) and found.confidence == "verified"
 
 
 def test_of_several_adapters_a_file_must_name_its_own(tmp_path: Path, adapter_folder: Path) -> None:

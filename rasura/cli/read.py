@@ -196,4 +196,4 @@ def _told(found: ReadResult, as_json: bool, path: Path | None = None) -> None:
         return
     for line in found.notes:
         out.print(f"\n{line}", markup=False, highlight=False)
-    out.print(f"\n{found.confidence} by {found.attack} in {found.seconds:.1f} s", markup=False)
+    out.print(f"\n{found.claim}", markup=False)

@@ -20,6 +20,7 @@ from rasura.core.so_far import Stage, interruptible
 from rasura.core.threat import observe_update
 from rasura.core.values import UNKNOWN, Message, Observation, Parameter, Reconstruction
 from rasura.registry import trusted
+from rasura.report.notes import SURE
 from rasura.runs.attempt import Outcome, Status, attempt
 from rasura.runs.read_request import ReadRequest
 from rasura.runs.reading_notes import notes
@@ -80,13 +81,19 @@ class ReadResult:
             return f"no text was recovered, but {what}: {', '.join(map(str, self.labels))}"
         return f"nothing was recovered: {self.reason or 'the attack returned no text'}"
 
+    @property
+    def claim(self) -> str:
+        """The confidence, what it claims short of a proof, and the attack that gave the answer."""
+        short = "" if self.confidence == "verified" else f" ({SURE[self.confidence]})"
+        return f"{self.confidence}{short} by {self.attack} in {self.seconds:.1f} s"
+
     def _repr_html_(self) -> str:
         """What a notebook shows: the texts, and how sure they are."""
         if not self.texts:
             return f"<p>{escape(self.without_texts)}</p>"
         rows = "".join(f"<li>{escape(text)}</li>" for text in self.lines)
         notes = "".join(f"<p>{escape(note)}</p>" for note in self.notes)
-        return f"<ul>{rows}</ul>{notes}<p><b>{self.confidence}</b> by {escape(self.attack)} in {self.seconds:.1f} s</p>"
+        return f"<ul>{rows}</ul>{notes}<p>{escape(self.claim)}</p>"
 
 
 def read_update(

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from rasura.core.interfaces import InputError, MissingExtra
 from rasura.core.local import Adapter
@@ -142,6 +142,21 @@ def with_adapter(model: nn.Module, folder: Path, fresh: tuple[str, ...]) -> tupl
     return made, tuple(n for n in fresh if f"base_model.model.{n}" not in held)
 
 
+def multiplied_alone(model: nn.Module) -> nn.Module:
+    """``model``, in which DoRA multiplies the matrices of its adapters without running their layers.
+
+    PEFT forms the product by running both on the identity. To what looks at a layer's inputs, these are tokens of no text.
+    """
+    for layer in model.modules():
+        if type(layer).__name__ == "DoraLinearLayer" and hasattr(layer, "get_lora_weight"):
+            layer.get_lora_weight = _product  # type: ignore[assignment]  # a method of PEFT's
+    return model
+
+
+def _product(lora_A: nn.Linear, lora_B: nn.Linear, adapter_name: str | None = None) -> Tensor:
+    return lora_B.weight @ lora_A.weight
+
+
 def with_fresh_adapter(model: nn.Module, task: Task, adapter: Adapter | int, seed: int) -> nn.Module:
     """``model``; with a rank above 0 a copy with LoRA adapters, by default on its query and value layers.
 
@@ -179,7 +194,7 @@ def with_adapter_like(model: nn.Module, folder: Path, seed: int) -> nn.Module:
     config.inference_mode = False  # as it is stored
     with seeded(seed):
         out: nn.Module = get_peft_model(copied(model), config)  # type: ignore[arg-type]  # a Hugging Face model
-    return out.eval()
+    return multiplied_alone(out).eval()
 
 
 def with_partial_adapter(model: nn.Module, task: Task, rank: int, alpha: int, seed: int) -> nn.Module:

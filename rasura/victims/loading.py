@@ -18,7 +18,7 @@ from rasura.core.options import known
 from rasura.core.rng import seeded
 from rasura.core.values import NO_TEXT, Task, Vocabulary
 from rasura.core.word_rows import token_count
-from rasura.victims.adapters import base_of, revision_of, with_adapter
+from rasura.victims.adapters import base_of, multiplied_alone, revision_of, with_adapter
 from rasura.victims.embedded import embedded_path
 from rasura.victims.hub import check_hub_id
 from rasura.victims.models import one_class_each
@@ -175,7 +175,7 @@ def _victim(
             "expected the tokenizer that the model was trained with"
         )
     labels = int(config.num_labels) if task == "classification" else 0
-    model.to(device).eval()
+    multiplied_alone(model).to(device).eval()
     words = vocabulary(tokenizer, size)
     if attacked:
         verify_parts(model, words, task)

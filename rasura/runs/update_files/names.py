@@ -16,8 +16,11 @@ from rasura.runs.update_files.entries import Entry, Source
 WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "base_layer"})
 """What DDP, torch.compile, FSDP, activation checkpointing and PEFT insert between the parts of a name."""
 
-ADAPTED = frozenset({"lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector", "modules_to_save"})
+ADAPTED = frozenset({"lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "modules_to_save"})
 """After these, PEFT puts the adapter's name, which its files leave out."""
+
+MAGNITUDE = "lora_magnitude_vector"
+"""DoRA's lengths of a layer's rows."""
 
 COUNTED = frozenset({"position_ids", "inv_freq", "num_batches_tracked", "masked_bias"})
 """Buffers in older state dicts. They are constants."""
@@ -38,6 +41,8 @@ def plain(name: str) -> str:
     for part in parts:
         if part in WRAPPERS:
             continue
+        if part == MAGNITUDE:  # PEFT's files end with it, its models do not
+            return ".".join([*out, part])
         if part in ADAPTED:
             out += [part] if part != "modules_to_save" else []
             adapter = next(parts, None)
