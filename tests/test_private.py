@@ -245,26 +245,63 @@ def test_a_step_takes_no_gradient_that_was_put_in_by_hand() -> None:
 
 
 @pytest.mark.parametrize("named", [True, False])
-def test_a_step_takes_no_closure(named: bool) -> None:
-    """A closure runs behind the check of the gradients: what it puts into ``.grad`` was used unseen."""
+def test_what_a_closure_leaves_is_checked_before_it_is_used(named: bool) -> None:
     private, batch = protected()
     assert private.optimizer is not None
     kept = [p.detach().clone() for p in private.model.parameters()]
 
-    def closure() -> float:
+    def step(closure: Any) -> Any:
+        assert private.optimizer is not None
+        return private.optimizer.step(closure=closure) if named else private.optimizer.step(closure)
+
+    def by_hand() -> float:
         for parameter in private.model.parameters():
             parameter.grad = torch.ones_like(parameter)
         return 0.0
 
     private.model.zero_grad()
-    for released in (False, True):
-        if released:
-            private.model(**batch).loss.backward()
-        with pytest.raises(InputError, match="was given a closure"):
-            private.optimizer.step(closure=closure) if named else private.optimizer.step(closure)
+    with pytest.raises(InputError, match="does not come from a protected backward pass"):
+        step(by_hand)
+    with pytest.raises(InputError, match="does not come from a protected backward pass"):
+        step(lambda: 0.0)  # what the other left in .grad
+    private.model.zero_grad()
     assert all(map(torch.equal, kept, private.model.parameters()))
-    private.optimizer.step(None)  # as wrappers of optimizers call it
+    assert step(closure_of(private.model, batch)) > 0 and private.ledger.releases == 1
     assert not all(map(torch.equal, kept, private.model.parameters()))
+    with pytest.raises(InputError, match="there was no protected backward pass since the last step"):
+        step(lambda: 0.0)
+
+
+def closure_of(model: nn.Module, batch: Any) -> Callable[[], float]:
+    def closure() -> float:
+        model.zero_grad()
+        loss = model(**batch).loss
+        loss.backward()
+        return float(loss.detach())
+
+    return closure
+
+
+def test_steps_of_closures_are_those_of_a_plain_loop() -> None:
+    trained = []
+    for closed in (False, True):
+        private = loop("dp-sgd:1.0", seed=3)
+        assert private.optimizer is not None
+        for batch in private.loader:
+            closure = closure_of(private.model, batch)
+            if not closed:
+                closure()
+            private.optimizer.step(closure if closed else None)
+        trained.append([p.detach().clone() for p in private.model.parameters()])
+    assert all(map(torch.equal, *trained))
+
+
+def test_an_optimizer_that_asks_its_closure_twice_gets_no_batch_twice() -> None:
+    private = loop("dp-sgd:1.0")
+    twice = torch.optim.LBFGS(private.model.parameters(), max_iter=2)
+    with pytest.raises(InputError, match="each batch of the loader that protect_training returned gets one backward pass"):
+        twice.step(closure_of(private.model, next(iter(private.loader))))
+    assert private.ledger.releases == 1
 
 
 def test_a_gradient_from_before_is_no_way_around() -> None:

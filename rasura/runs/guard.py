@@ -3,9 +3,9 @@ a protected step.
 
 Hooks on every parameter compare the gradients from autograd with those of the release, so no other backward pass gets
 through: neither a submodule's own call nor a term added to the protected loss. Nothing is added to a gradient that the guard
-did not leave in ``.grad`` itself. A hook before each optimizer step refuses gradients that were set by hand. A released
-gradient may be changed in place (clipping, scaling), since such changes cannot be distinguished from others: never add
-anything computed from the texts.
+did not leave in ``.grad`` itself. A hook before each optimizer step, and behind its closure, refuses gradients that were set
+by hand. A released gradient may be changed in place (clipping, scaling), since such changes cannot be distinguished from
+others: never add anything computed from the texts.
 """
 
 from __future__ import annotations
@@ -54,11 +54,23 @@ class Guard:
         self.watch()
         own = weakref.ref(self)
 
-        def before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        def before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             guard = own()
-            if guard is not None:
-                given = args[1] if len(args) > 1 else kwargs.get("closure")  # the first is the optimizer
-                guard.check_step(optimizer, closure=given is not None)
+            if guard is None:
+                return None
+            closure = args[1] if len(args) > 1 else kwargs.get("closure")  # the first is the optimizer
+            if closure is None:
+                guard.check_step(optimizer)
+                return None
+            guard.check_gradients(optimizer)  # an optimizer may not call the closure
+
+            @functools.wraps(closure)
+            def checked() -> Any:
+                loss = closure()
+                guard.check_step(optimizer)
+                return loss
+
+            return ((optimizer, checked, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": checked})
 
         self._step_hook = register_optimizer_step_pre_hook(before)
         weakref.finalize(self, self._step_hook.remove)
@@ -116,17 +128,12 @@ class Guard:
         if gradient is not None and not self.inside:
             self._left[name] = gradient
 
-    def check_step(self, optimizer: torch.optim.Optimizer, *, closure: bool = False) -> None:
-        """Raises ``InputError`` if ``optimizer`` would use gradients of this model that do not come from a release. Those
-        that a ``closure`` makes do not exist yet, so it is refused."""
-        held = [p for group in optimizer.param_groups for p in group["params"]]
-        taken = [p for p in held if p.grad is not None]
+    def check_gradients(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether ``optimizer`` would use gradients of this model. Raises ``InputError`` if some come from no release."""
+        taken = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         named = {id(p): name for name, p in self._parameters().items()}
-        if closure and any(id(p) in named for p in held):
-            raise InputError("optimizer.step() was given a closure, whose gradients cannot be checked before they are used; "
-                "call model(**batch).loss.backward() before optimizer.step(), and pass no closure")  # fmt: skip
         if not any(id(p) in named for p in taken):
-            return
+            return False
         for parameter in taken:
             name = named.get(id(parameter))
             if name is None:
@@ -136,6 +143,12 @@ class Guard:
             if self._left.get(name) is not parameter.grad:
                 raise InputError(f"optimizer.step(): the gradient of {name} does not come from a protected "
                     "backward pass; call model(**batch).loss.backward() and do not set .grad")  # fmt: skip
+        return True
+
+    def check_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raises ``InputError`` if ``optimizer`` would use gradients of this model that do not come from a new release."""
+        if not self.check_gradients(optimizer):
+            return
         if self._steps.get(optimizer, 0) == self.released:
             raise InputError("optimizer.step(): there was no protected backward pass since the last step")
         self._steps[optimizer] = self.released
