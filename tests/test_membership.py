@@ -417,6 +417,20 @@ def test_a_split_that_words_tell_is_seen_and_a_random_one_is_not() -> None:
     assert split_check([w + " page one" if m else w for w, m in zip(words, members)], members).mean > 0.95
 
 
+def test_a_split_that_only_labels_with_words_tell_is_seen() -> None:
+    """Of two annotators who disagree, neither has other words than the other, nor other labels."""
+    rng = generator(0)
+    words = [" ".join(f"w{int(i)}" for i in torch.randint(0, 200, (12,), generator=rng)) for _ in range(200)]
+    members, good = [k % 2 == 0 for k in range(200)], [k % 4 < 2 for k in range(200)]
+    said = [w + (" good" if g else " bad") for w, g in zip(words, good)]
+    labels = [int(g == m) for g, m in zip(good, members)]
+    for plain in (split_check(said, members), split_check(list(map(str, labels)), members)):
+        assert plain.low < 0.5 < plain.high
+    assert split_check(said, members, labels=labels).low > 0.7
+    random = split_check(said, members, labels=[int(n) for n in torch.randint(0, 2, (200,), generator=rng)])
+    assert random.low < 0.5 < random.high
+
+
 def of_leakage(most: float, chance: float, own: float | None = None) -> dict[str, Any]:
     ends = {"low": None if own is None else own - 0.1, "high": None if own is None else own + 0.1}
     return {"leakage": {"mean": own, **ends}, "largest_leakage": {"mean": most, "chance": chance}}

@@ -205,6 +205,19 @@ def test_candidates_stand_in_an_order_that_says_nothing(tmp_path: Path, model_fo
     )
 
 
+def test_members_and_others_of_different_classes_say_nothing_of_the_model(tmp_path: Path, model_folder: Path) -> None:
+    """A file sorted by class and cut in two: a model that leans to one class gives the others a greater loss."""
+    plan = plan_for(model_folder, tmp_path, attacks=("blind", "loss"))
+    for name, label in (("members.jsonl", 1), ("others.jsonl", 0)):
+        texts = [json.loads(line)["text"] for line in (tmp_path / name).read_text().splitlines()]
+        (tmp_path / name).write_text("".join(json.dumps({"text": t, "label": label}) + "\n" for t in texts))
+    for record in infer_membership(plan, out=tmp_path / "run"):
+        assert record.blind["labels"]["mean"] == record.blind["words_and_labels"]["mean"] == 1.0
+    page = " ".join(write_report(tmp_path / "run").read_text().split())
+    assert "Not measured: members and others differ as texts." in page and "reveals which texts" not in page
+    assert "Labels separate them with AUC 1.000" in page
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -288,7 +301,7 @@ def test_a_broken_blind_attack_is_said_to_be_unmeasured(
 ) -> None:
     monkeypatch.setitem(registry.MEMBERSHIP.specs, "blind", brought("blind", Broken("key")))
     (record,) = infer_membership(plan_for(model_folder, tmp_path, attacks=("loss",)), out=tmp_path / "run")
-    assert set(record.blind) == {"words"} and record.status == "ok"
+    assert set(record.blind) == {"words", "labels", "words_and_labels"} and record.status == "ok"
     assert "length separates members from others with AUC (not measured)" in " ".join(
         write_report(tmp_path / "run").read_text().split()
     )

@@ -153,6 +153,15 @@ def _without_the_model(done: Sequence[Mapping[str, Any]]) -> list[str]:
             length=by_length, words=_auc(by_words),
         )
     ]  # fmt: skip
+    if "labels" in beside:
+        labels, both = _auc(beside["labels"]), _auc(beside["words_and_labels"])
+        out.append(
+            tell(
+                "Labels separate them with AUC {labels}, words and labels together with AUC {both}.",
+                labels=labels,
+                both=both,
+            )
+        )
     by_rate = [(s[name], rates_of(s)[name]) for s in of_texts(done) for name in finds(s)]
     for found, fpr in by_rate[:1]:
         out.append(

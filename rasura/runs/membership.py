@@ -164,12 +164,17 @@ class MembershipAudit:
             yield record
 
     def _beside(self) -> dict[str, Any]:
-        """The baselines beside every figure: the blind attack, and how well words alone separate members from others."""
+        """The baselines beside every figure: the blind attack, and how well words alone separate members from others. Of a
+        classifier, whose attacks see labels, also labels alone and both together."""
         told = self._attempt("blind", None).guess
         texts = [f"{e.text} {e.text_pair or ''}" for e in self.examples]
-        words = split_check(texts, self.members.tolist(), self.plan.learning.seed)
+        check = partial(split_check, members=self.members.tolist(), seed=self.plan.learning.seed)
+        found = {"words": check(texts)}
+        if self.victim.task == "classification":
+            labels = [e.label or 0 for e in self.examples]
+            found |= {"labels": check(list(map(str, labels))), "words_and_labels": check(texts, labels=labels)}
         by_length = {} if told is None else {k: v for k, v in told.scores.items() if k == "auc" or k.startswith("tpr@")}
-        return {"words": asdict(words)} | by_length
+        return {name: asdict(rate) for name, rate in found.items()} | by_length
 
     def _one(
         self, name: str, key: str, beside: Mapping[str, Any], progress: Callable[[str, int, int], None] | None
