@@ -61,6 +61,20 @@ def test_the_run_resumes_to_the_same_records(tmp_path: Path, model_folder: Path)
         infer_membership(plan_for(model_folder, tmp_path, shadow_models=4), out=tmp_path / "parts")
 
 
+@pytest.mark.parametrize("name", ["reference.jsonl", "others.jsonl"])
+def test_a_run_is_not_resumed_with_other_texts_in_a_file(tmp_path: Path, model_folder: Path, name: str) -> None:
+    """The answers of shadow models that were kept are about the texts of all three files, in their order."""
+    reference = write(tmp_path / "reference.jsonl", 48, 10)
+    plan = plan_for(model_folder, tmp_path, attacks=("rmia",), reference=str(reference))
+    infer_membership(plan, out=tmp_path / "run")
+    file = tmp_path / name
+    lines = file.read_text().splitlines()
+    for changed in (lines[::-1], [json.dumps({"text": "carol paid carol", "label": 0}), *lines[1:]]):
+        file.write_text("\n".join(changed) + "\n")
+        with pytest.raises(InputError, match=r"the results of another plan \(different: (reference|data)_hash\)"):
+            infer_membership(plan, out=tmp_path / "run")
+
+
 def test_a_run_is_not_resumed_with_another_base(tmp_path: Path, model_folder: Path) -> None:
     trained = load(model_folder, "classification").model
     with torch.no_grad():

@@ -87,6 +87,7 @@ class MembershipAudit:
             "n_members": len(inside), "n_others": len(outside), "n_reference": len(beside),
         }  # fmt: skip
         self.identity |= {"label_names": list(read.label_names)} if read.label_names else {}
+        self.identity |= {"reference_hash": data_hash([e for e, _ in beside])} if beside else {}
         self.identity |= {"n_repeated": repeated} if repeated else {}
         self.identity |= {"others_chose": True} if plan.chose else {}
         self.identity |= {"untrained": True} if self.models.untrained(self.rows[:SOME]) else {}
