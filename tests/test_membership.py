@@ -417,6 +417,20 @@ def test_a_split_that_words_tell_is_seen_and_a_random_one_is_not() -> None:
     assert split_check([w + " page one" if m else w for w, m in zip(words, members)], members).mean > 0.95
 
 
+def test_words_are_told_apart_in_a_script_without_spaces() -> None:
+    """A clause was one word there, and no clause occurs twice."""
+    rng = generator(0)
+    sides = [
+        ["病人", "医生", "手术", "药物", "住院", "发烧", "护士", "血压"],
+        ["球员", "教练", "进球", "比赛", "联赛", "射门", "球迷", "冠军"],
+    ]
+    members = [k % 2 == 0 for k in range(200)]
+    said = ["".join(sides[k % 2][int(i)] for i in torch.randperm(8, generator=rng)[:4]) for k in range(200)]
+    assert split_check(said, members).low > 0.9
+    same = split_check(said, [k % 4 < 2 for k in range(200)])
+    assert same.low < 0.5 < same.high
+
+
 def test_a_split_that_only_labels_with_words_tell_is_seen() -> None:
     """Of two annotators who disagree, neither has other words than the other, nor other labels."""
     rng = generator(0)

@@ -234,8 +234,10 @@ def split_check(texts: Sequence[str], members: Sequence[bool], seed: int = 0, la
     from sklearn.model_selection import StratifiedKFold
     from sklearn.pipeline import make_pipeline
 
+    from rasura.metrics.text import WORD
+
     def counted(number: int) -> list[str]:
-        words = re.findall(r"\w+|[^\w\s]", texts[number].lower())
+        words = re.findall(rf"{WORD.pattern}|\S", texts[number].lower())
         found = [*words, *map(" ".join, pairwise(words))]
         return found if labels is None else [*found, *(f"{labels[number]}: {one}" for one in ("", *found))]
 
