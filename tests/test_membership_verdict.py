@@ -187,3 +187,16 @@ def test_no_bound_of_an_auc_is_rounded_to_what_it_does_not_promise() -> None:
     ((permitted, open_),) = re.findall(r"AUC of at most (\S+); no attack .* up to (\S+) is not", told)
     assert f"{auc_bound(2.5):.3f}" == "0.924" and float(permitted) >= auc_bound(2.5), "to the nearest it would be less"
     assert open_ == "0.731" and _auc(lira["scores"]["auc"]) == "0.600 (0.499 to 0.731)"
+
+
+def test_a_model_in_which_no_training_shows_reveals_nothing_of_it() -> None:
+    """Others were members with their words shuffled, so the attacks were above guessing: it "reveals" what it never saw."""
+    for rates in ((), (FEW,)):
+        attack = with_rates("loss", *rates, auc=0.9)
+        told = found(attack, defense="none", untrained=True, epsilon=0.5)
+        assert told.sentences[1] == "Not measured: the model answers as the one on which its training began."
+        assert any("this run does not tell whether attacks stay below it" in s for s in told.checks)
+        page = page_of(attack, untrained=True, epsilon=0.5)
+        assert "above guessing" not in page and "is above it" not in page and "reveals" not in page
+        assert "Pass the model as it was after training" in page and "Train with a formal guarantee" not in page
+        assert "not measured: the model answers as the one" in page, "in the plot"

@@ -22,12 +22,14 @@ from rasura.report.membership_verdict import (
     off,
     ranks,
     rates_of,
+    silent,
     strongest,
+    untrained,
 )
 from rasura.report.missing import of_a_trained_model
 from rasura.report.roc import roc_plot
 from rasura.report.template import filled
-from rasura.report.verdicts import plain
+from rasura.report.verdicts import plain, unmeasured
 
 
 @dataclass(frozen=True)
@@ -92,8 +94,7 @@ def membership_findings(records: Sequence[Mapping[str, Any]], plan: Mapping[str,
 def _missing(records: Sequence[Mapping[str, Any]], plan: Mapping[str, Any]) -> tuple[str, ...]:
     defense = str(plan.get("defense", "none"))
     parts = () if plain(defense) else names_of(defense)
-    same = [tell("the model answers as the one on which its training began")] if plan.get("untrained") else []
-    return (*same, *of_a_trained_model(parts, records, plan["attacks"], plan["n_members"] + plan["n_others"]))
+    return (*untrained(plan), *of_a_trained_model(parts, records, plan["attacks"], plan["n_members"] + plan["n_others"]))
 
 
 def _sentences(
@@ -102,9 +103,8 @@ def _sentences(
     real = [r for r in done if r["attack"] != "blind"]
     if not real:
         return [tell("No attack on the model gave a result: not measured.")]
-    differ = off(done)
-    out = _figures(real, rates, plan, missing, differ)
-    if differ:
+    out = _figures(real, rates, plan, missing, silent(done, plan))
+    if off(done):
         out.append(
             tell(
                 "Members and others differ as texts, without any model. No figure here says how much of the difference "
@@ -115,7 +115,11 @@ def _sentences(
 
 
 def _figures(
-    real: Sequence[Mapping[str, Any]], rates: Sequence[str], plan: Mapping[str, Any], missing: Sequence[str], differ: bool
+    real: Sequence[Mapping[str, Any]],
+    rates: Sequence[str],
+    plan: Mapping[str, Any],
+    missing: Sequence[str],
+    nothing: Sequence[str],
 ) -> list[str]:
     members, others = plan["n_members"], plan["n_others"]
     if not rates:
@@ -126,7 +130,7 @@ def _figures(
                 "member above another text with a chance of {auc}; guessing is .5.", members=members, others=others,
                 attack=best["attack"], auc=_auc(best["scores"]["auc"]),
             ),
-            conclusion(real, rates, missing, differ),
+            conclusion(real, rates, missing, nothing),
             tell(
                 "There are too few texts to measure how many members are found at a low false positive rate: a rate of 1 % "
                 "needs 100 texts of each kind."
@@ -139,7 +143,7 @@ def _figures(
         "finds {rate} of the members. It takes {fpr:g} % of the others for members; guessing then finds {fpr:g} %.",
         members=members, others=others, attack=best["attack"], rate=_rate(score), fpr=100 * fpr,
     )  # fmt: skip
-    return [says, conclusion(real, rates, missing, differ)]
+    return [says, conclusion(real, rates, missing, nothing)]
 
 
 def _without_the_model(done: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -234,19 +238,19 @@ def render_membership(records: Sequence[Mapping[str, Any]], plan: Mapping[str, A
     means = tell("all attacks together took {duration} on {machine}", duration=seconds, machine=machine(made))
     who = recorded(str(records[0]["threat_plain"])) if records else ""
     missing, done = _missing(records, plan), [r for r in records if r["status"] == "ok"]
-    differ = bool(done) and off(done)
+    nothing = silent(done, plan)
     return filled(
         "membership.html", f=membership_findings(records, plan), plan=plan, plot=roc_plot(records, plan), made=made,
-        lines=[_line(r, missing, differ) for r in sorted(records, key=lambda r: plan["attacks"].index(r["attack"]))],
+        lines=[_line(r, missing, nothing) for r in sorted(records, key=lambda r: plan["attacks"].index(r["attack"]))],
         head=origin(plan, records, made, who=who, means=means, source=str(plan["members"])), settings=settings(plan),
         step=_step(records, plan, missing),
     )  # fmt: skip
 
 
-def _word(scores: Mapping[str, Any], missing: Sequence[str], differ: bool) -> str:
+def _word(scores: Mapping[str, Any], missing: Sequence[str], nothing: Sequence[str]) -> str:
     """What the figures of an attack say, in the plot of verdicts."""
-    if differ:
-        return tell("not measured: members and others differ as texts")
+    if nothing:
+        return unmeasured(nothing)
     if ranks(scores):
         return tell("above guessing")
     if found := finds(scores):
@@ -254,11 +258,11 @@ def _word(scores: Mapping[str, Any], missing: Sequence[str], differ: bool) -> st
     return tell("not told from guessing by this attack alone") if missing else tell("not told from guessing")
 
 
-def _line(record: Mapping[str, Any], missing: Sequence[str], differ: bool) -> dict[str, Any]:
+def _line(record: Mapping[str, Any], missing: Sequence[str], nothing: Sequence[str]) -> dict[str, Any]:
     """An attack in the plot of verdicts: its AUC in percent."""
     word, dot = tell("not measured"), None
     if record["status"] == "ok":
-        word = _word(record["scores"], missing, differ)
+        word = _word(record["scores"], missing, nothing)
         dot = tuple(100 * record["scores"]["auc"][end] for end in ("mean", "low", "high"))
     name, baseline = record["attack"], record["attack"] == "blind"
     return {"name": name, "anchor": f"attack-{name}", "word": word, "dot": dot, "baseline": baseline, "chosen": False}
@@ -272,6 +276,10 @@ def _step(records: Sequence[Mapping[str, Any]], plan: Mapping[str, Any], missing
         return Step(tell("Read below why an attack has no result."))
     if off(done):
         return Step(tell("Draw members and others at random from the same source, and measure again."))
+    if untrained(plan):
+        return Step(
+            tell("Pass the model as it was after training, with the public one on which it began, and measure again.")
+        )
     if any(above(r["scores"]) for r in real):
         told = {**plan, "data": plan["members"], "model": plan.get("base") or plan["model"]}
         again = command("train", told, OF_TRAINING, defenses=["none", "dp-sgd:1.0"])

@@ -59,6 +59,17 @@ def off(done: Sequence[Record]) -> bool:
     return any(map(above, of_texts(done)))
 
 
+def silent(done: Sequence[Record], plan: Mapping[str, Any]) -> tuple[str, ...]:
+    """Why no figure of ``done`` says anything of the model, above guessing or not; empty where they do."""
+    found = [tell("members and others differ as texts")] if done and off(done) else []
+    return (*found, *untrained(plan))
+
+
+def untrained(plan: Mapping[str, Any]) -> tuple[str, ...]:
+    """That no training shows in the model, in words; empty where it does."""
+    return (tell("the model answers as the one on which its training began"),) if plan.get("untrained") else ()
+
+
 def headline(real: Sequence[Record], rates: Sequence[str]) -> tuple[str, Record]:
     """The rate and the attack of the first sentence: the largest rate at which any is above guessing, and of these attacks
     the one that finds most."""
@@ -75,11 +86,11 @@ def strongest(real: Sequence[Record]) -> Record:
     return max(real, key=lambda r: r["scores"]["auc"]["mean"])
 
 
-def conclusion(real: Sequence[Record], rates: Sequence[str], missing: Sequence[str], differ: bool) -> str:
-    """What the attacks that gave a figure say together: each beyond its interval, or nothing, if none is ``missing``. Where
-    the texts themselves ``differ``, a figure says nothing of the model."""
-    if differ:
-        return tell("Not measured: members and others differ as texts.")
+def conclusion(real: Sequence[Record], rates: Sequence[str], missing: Sequence[str], nothing: Sequence[str]) -> str:
+    """What the attacks that gave a figure say together: each beyond its interval, or nothing, if none is ``missing``.
+    ``nothing``: why no figure says anything of the model (``silent``)."""
+    if nothing:
+        return _sentence(nothing)
     if any(finds(r["scores"]) for r in real):
         return tell("Above guessing: the model reveals which texts it was trained on.")
     ranked = [r["attack"] for r in real if above(r["scores"])]
@@ -92,13 +103,17 @@ def conclusion(real: Sequence[Record], rates: Sequence[str], missing: Sequence[s
         said = with_one if len(ranked) == 1 else with_more
         return said + (f" {recorded(few)}" if rates else "")
     if missing:
-        told = unmeasured(missing)
-        return f"{told[0].upper()}{told[1:]}."
+        return _sentence(missing)
     n = real[0]["scores"]["auc"]["n"]
     return tell(
         "Not told from guessing: with {n} texts, an AUC of up to {high:.3f} is not ruled out, and another attack may do "
         "better.", n=n, high=_not_ruled_out(real),
     )  # fmt: skip
+
+
+def _sentence(missing: Sequence[str]) -> str:
+    told = unmeasured(missing)
+    return f"{told[0].upper()}{told[1:]}."
 
 
 def _not_ruled_out(real: Sequence[Record]) -> float:
@@ -109,12 +124,13 @@ def _not_ruled_out(real: Sequence[Record]) -> float:
 def by_epsilon(done: Sequence[Record], plan: Mapping[str, Any], missing: Sequence[str]) -> list[str]:
     """What the stated epsilon permits, and which attacks on the model are above it: by the AUC, and at every rate."""
     real = [r for r in done if r["attack"] != "blind"]
+    tells = [] if untrained(plan) else real  # no guarantee fails by a model in which no training shows
     epsilon, delta = plan["epsilon"], plan.get("delta", 0.0)
     bound = auc_bound(epsilon, delta)
     shown = {"epsilon": number(epsilon, "g"), "delta": f", delta {number(delta, 'g')}" if delta else ""}
     given = {**shown, "bound": percent_above(bound, 1) / 100}
     out = []
-    ranked = [r["attack"] for r in real if max((auc := r["scores"]["auc"])["low"], 1 - auc["high"]) > bound]
+    ranked = [r["attack"] for r in tells if max((auc := r["scores"]["auc"])["low"], 1 - auc["high"]) > bound]
     if ranked:
         out.append(
             tell(
@@ -122,9 +138,9 @@ def by_epsilon(done: Sequence[Record], plan: Mapping[str, Any], missing: Sequenc
                 "guarantee does not hold, or the texts differ.", attacks=", ".join(ranked), **given,
             )
         )  # fmt: skip
-    for name, fpr in rates_of({k: v for r in real for k, v in r["scores"].items()}).items():
+    for name, fpr in rates_of({k: v for r in tells for k, v in r["scores"].items()}).items():
         most = tpr_bound(fpr, epsilon, delta)
-        finding = [r["attack"] for r in real if name in r["scores"] and r["scores"][name]["low"] > most]
+        finding = [r["attack"] for r in tells if name in r["scores"] and r["scores"][name]["low"] > most]
         if finding:
             out.append(
                 tell(
@@ -142,7 +158,7 @@ def by_epsilon(done: Sequence[Record], plan: Mapping[str, Any], missing: Sequenc
         )
     if out:
         return out
-    if not real or missing or off(done):
+    if not real or missing or silent(done, plan):
         return [
             tell(
                 "Epsilon {epsilon}{delta} permits an AUC of at most {bound:.3f}; this run does not tell whether attacks "
