@@ -18,6 +18,7 @@ from rasura.core.batches import Batch
 from rasura.core.interfaces import InputError, Metric, Unavailable
 from rasura.core.rng import generator
 from rasura.core.values import UNKNOWN, Message, Reconstruction, Transcript
+from rasura.metrics.chrf import chrf
 from rasura.metrics.chrf import score as chrf_score
 from rasura.metrics.embeddings import wasserstein
 from rasura.metrics.sensitive import Sensitive, marked_words, sensitive_spans
@@ -89,13 +90,13 @@ def guess(*rows: list[int], ordered: bool = True) -> Reconstruction:
 @given(st.lists(WORDS, min_size=1, max_size=3, unique_by=tuple))
 def test_laws(rows: list[list[int]]) -> None:
     for metric in EVERY:
+        none = [math.nan if metric.name == "rouge2" and len(row) == 1 else 0.0 for row in rows]  # one word has no pair
         perfect = metric(guess(*rows), truth(*rows))
-        assert metric(guess(*rows[::-1]), truth(*rows)) == pytest.approx(perfect), "the order of texts does not count"
-        if metric.name != "rouge2":  # single words have no pairs
-            assert perfect == pytest.approx([1.0] * len(rows))
-        assert all(0 <= v <= 1 for v in metric(guess(rows[0]), truth(*rows)))
-        assert metric(guess(), truth(*rows)) == [0.0] * len(rows)
-        assert metric(guess([3, 4, 5]), truth(*rows)) == [0.0] * len(rows), "nothing in common"
+        assert metric(guess(*rows[::-1]), truth(*rows)) == pytest.approx(perfect, nan_ok=True), "in any order"
+        assert perfect == pytest.approx([1.0 + v for v in none], nan_ok=True)
+        assert all(0 <= v <= 1 for v in metric(guess(rows[0]), truth(*rows)) if v == v)
+        assert metric(guess(), truth(*rows)) == pytest.approx(none, nan_ok=True)
+        assert metric(guess([3, 4, 5]), truth(*rows)) == pytest.approx(none, nan_ok=True), "nothing in common"
 
 
 def test_tokens_and_places() -> None:
@@ -320,6 +321,39 @@ def test_rouge_reads_every_script(language: str) -> None:
 @given(st.text(st.characters(codec="ascii")))
 def test_the_words_of_english_are_those_of_the_package(text: str) -> None:
     assert RougeWords().tokenize(text) == tokenizers.DefaultTokenizer(use_stemmer=False).tokenize(text)
+
+
+@pytest.mark.parametrize("text", ["?!. …", "😀 😀 🎉"])
+def test_a_text_without_words_is_not_measured_by_words(text: str) -> None:
+    """Read word for word, it scored 0: a text that was not read."""
+    said = truth([40, 41], [42, 43], texts=(text, "w42 w43"))
+    read = Reconstruction((), texts=(text, "w42 w43"))
+    for metric in (rouge("rouge1"), rouge("rouge2"), rouge("rougeL"), jaccard()):
+        for named in (read, Reconstruction((), texts=("w42 w43",)), Reconstruction(())):
+            first, _ = metric(named, said)
+            assert math.isnan(first), metric.name
+        assert metric(read, said)[1] == 1.0
+    assert chrf()(read, said) == [1.0, 1.0], "which compares characters"
+
+
+def test_one_word_has_no_pair_of_words() -> None:
+    said = truth([40], [41, 42], texts=("w40", "w41 w42"))
+    one, two = rouge("rouge2")(Reconstruction((), texts=("w40", "w41 w42")), said)
+    assert math.isnan(one) and two == 1.0
+
+
+def test_meteor_of_a_text_without_words_is_not_measured(monkeypatch: pytest.MonkeyPatch, shared: Path) -> None:
+    import nltk
+
+    monkeypatch.setattr(nltk.data, "path", [str(shared / "nltk_data")])
+    said = truth([40, 41], [42, 43], texts=("?! …", "患者李小明住院"))
+    blank, other = Meteor()(Reconstruction((), texts=("?! …", "患者李大明住院")), said)
+    assert math.isnan(blank) and other > 0.8
+
+
+def test_jaccard_reads_scripts_without_spaces() -> None:
+    said = truth([40], texts=("患者李小明住院",))
+    assert jaccard()(Reconstruction((), texts=("患者李大明住院",)), said) == [pytest.approx(6 / 8)]
 
 
 def test_the_distance_of_embeddings_is_that_of_the_cheapest_move() -> None:

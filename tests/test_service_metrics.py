@@ -88,6 +88,18 @@ def test_words_that_the_tokenizer_does_not_know_count_as_not_read() -> None:
     assert row["unknown"] == [3, 4] and row["sent"] == row["read"] == "· · w50 ·" and row["score"] == 2 / 5
 
 
+def test_a_text_without_letters_and_digits_has_no_rouge() -> None:
+    """Read word for word, it scored 0."""
+    marks = {50: "?!", 51: "😀", 52: "help"}
+    spoken = replace(VOCABULARY, decode=lambda ids: " ".join(marks[i] for i in ids))
+    said, read = replace(truth([50, 51], [52]), vocabulary=spoken), guess([CLS, 50, 51, SEP], [CLS, 52, SEP])
+    found = service_scores(read, said)
+    blank, other = found["rougeL"]["per_record"]
+    assert math.isnan(blank) and other == 1.0 and found["top1"]["per_record"] == [1.0, 1.0]
+    for kind in ("rouge1", "rougeL"):
+        assert likeness([[50], [52]], [[50], [52]], spoken)[f"continuation_{kind}"]["n"] == 1
+
+
 def test_continuations_without_a_known_word_are_not_measured() -> None:
     found = likeness([[50], [50]], [[7], [50, 7]], KNOWN)["continuation_rouge1"]
     assert found["n"] == 1 and found["mean"] == pytest.approx(2 / 3)

@@ -26,7 +26,7 @@ def score(reference: str, read: str) -> float:
 
 def chrf() -> TextMetric:
     """chrF3 as ``score`` computes it, per private text."""
-    return TextMetric("chrf", score)
+    return TextMetric("chrf", score, str.split)
 
 
 SPEC = MetricSpec(

@@ -51,17 +51,18 @@ class TopTokens:
 
 @dataclass(frozen=True)
 class RougeL:
-    """ROUGE-L F1 of the text of the first guesses with the private one, special tokens left out."""
+    """ROUGE-L F1 of the text of the first guesses with the private one, special tokens left out. NaN also for a text without
+    letters and digits."""
 
     name: str = "rougeL"
 
     def __call__(self, guess: TokenReading, truth: ServiceTranscript) -> Sequence[float] | None:
         if not guess.ordered:
             return None
-        score, words, out = rouge("rougeL").score, truth.vocabulary, []
+        metric, words, out = rouge("rougeL"), truth.vocabulary, []
         for own, rows in _private(guess, truth):
-            read = named_text([row[0] for row in rows], words)
-            out.append(score(words.text(own), read) if worded(own, words) else nan)
+            text, read = words.text(own), named_text([row[0] for row in rows], words)
+            out.append(metric.score(text, read) if worded(own, words) and metric.units(text) else nan)
         return out
 
 

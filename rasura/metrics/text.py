@@ -20,16 +20,20 @@ from rasura.metrics.matching import UNREAD, assign, own_tokens, paired, read_tex
 
 @dataclass(frozen=True)
 class TextMetric:
-    """A score of (private text, recovered text); recovered texts are assigned one to one (``metrics.matching``)."""
+    """A score of (private text, recovered text); recovered texts are assigned one to one (``metrics.matching``). ``units``:
+    what is compared of a private text, such as its words. NaN, not measured, for a text that has none."""
 
     name: str
     score: Callable[[str, str], float]
+    units: Callable[[str], Sequence[Any]]
     unit: str = "share"
     higher_is: Literal["worse", "better"] = "worse"
     bounds: tuple[float, float] | None = (0.0, 1.0)
 
     def __call__(self, guess: Reconstruction, truth: Transcript) -> Sequence[float]:
-        return [value for value, _ in paired(truth.text_batch.seen, read_texts(guess, truth), self.score)]
+        seen = truth.text_batch.seen
+        pairs = paired(seen, read_texts(guess, truth), self.score)
+        return [value if self.units(text) else nan for text, (value, _) in zip(seen, pairs, strict=True)]
 
 
 UNSPACED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff"
@@ -40,17 +44,22 @@ WORD = re.compile(f"[{UNSPACED}]|[^\\W_{UNSPACED}]+")
 """A word that is written with letters or digits, in lower case."""
 
 
+def words(text: str) -> list[str]:
+    """The words and numbers of ``text`` in lower case, without punctuation; in a script without spaces, each character.
+
+    >>> words("Lena owes 4,250 euros: 你好")
+    ['lena', 'owes', '4', '250', 'euros', '你', '好']
+    """
+    return re.findall(f"{WORD.pattern}|{UNREAD}", text.lower())
+
+
 class RougeWords:
     """The words of a text for ROUGE: on English those of the package rouge-score, which drops all letters but a to z. A text
     in another script would score 0 however well it was read, so here other letters count as well."""
 
     def tokenize(self, text: str) -> list[str]:
-        """The words in lower case, without punctuation.
-
-        >>> RougeWords().tokenize("Für 4,250 Euro: 你好")
-        ['für', '4', '250', 'euro', '你', '好']
-        """
-        return re.findall(f"{WORD.pattern}|{UNREAD}", text.lower())
+        """As ``words``."""
+        return words(text)
 
 
 @lru_cache(maxsize=4)
@@ -61,21 +70,18 @@ def _scorer(kind: str) -> Any:
 
 
 def rouge(kind: Literal["rouge1", "rouge2", "rougeL"]) -> TextMetric:
-    """ROUGE F1 by the package rouge-score, without stemming, as in the papers; all scripts count (``RougeWords``).
+    """ROUGE F1 by the package rouge-score, without stemming, as in the papers; all scripts count (``RougeWords``). ROUGE-2
+    measures texts of two words and more.
 
     ROUGE-L is ``2 LCS / (a + b)`` for texts of a and b words. The calibration paper writes ``LCS / max(a, b)``, which is
     never larger, and equal if both are equally long.
     """
-    return TextMetric(kind, lambda reference, read: float(_scorer(kind).score(reference, read)[kind].fmeasure))
-
-
-def words(text: str) -> list[str]:
-    """The words and numbers of ``text`` in lower case, without punctuation.
-
-    >>> words("Lena owes 4,250 euros.")
-    ['lena', 'owes', '4', '250', 'euros']
-    """
-    return re.findall(rf"\w+|{UNREAD}", text.lower())
+    first = 1 if kind == "rouge2" else 0  # as many pairs of words begin after the first word as there are
+    return TextMetric(
+        kind,
+        lambda reference, read: float(_scorer(kind).score(reference, read)[kind].fmeasure),
+        lambda reference: words(reference)[first:],
+    )
 
 
 def _jaccard(reference: str, read: str) -> float:
@@ -85,7 +91,7 @@ def _jaccard(reference: str, read: str) -> float:
 
 def jaccard() -> TextMetric:
     """Common words over all words, as sets; all words that the tokenizer does not know count as one that was not read."""
-    return TextMetric("jaccard", _jaccard)
+    return TextMetric("jaccard", _jaccard, words)
 
 
 @cache
@@ -122,7 +128,7 @@ class Meteor:
             raise Unavailable(
                 "METEOR needs WordNet, but NLTK does not find it; set NLTK_DATA to a folder with corpora/wordnet.zip"
             )
-        return [value for value, _ in paired(truth.text_batch.seen, read_texts(guess, truth), meteor)]
+        return TextMetric(self.name, meteor, words)(guess, truth)
 
 
 def wordnet() -> str | None:

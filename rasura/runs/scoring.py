@@ -26,6 +26,7 @@ from rasura.metrics.intervals import mean_or_interval
 from rasura.metrics.labels import label_hits
 from rasura.metrics.matching import named_text, own_tokens, paired, read_texts, unknown_words, worded
 from rasura.metrics.sensitive import marked_words, tells_names
+from rasura.metrics.service import RougeL
 from rasura.metrics.text import TokenMetric, rouge
 from rasura.registry import SERVICE_METRICS
 from rasura.report.scores import NAMED, NAMED_BLIND
@@ -111,13 +112,18 @@ def label_scores(read: Sequence[int] | None, truth: Transcript) -> dict[str, Any
 
 def service_scores(guess: TokenReading, truth: ServiceTranscript) -> dict[str, Any]:
     """As ``score``, for all applicable metrics of a guess at the texts of a service. A text of which the tokenizer knows no
-    word has NaN, not measured, whatever a metric says.
+    word has NaN, not measured, whatever a metric says. So has ROUGE of one without letters and digits.
 
     Raises ``InputError`` where a figure is not a number for every other text.
     """
     found = {name: spec.make()(guess, truth) for name, spec in SERVICE_METRICS.items()}
     measured = [worded(ids, truth.vocabulary) for ids in truth.ids]
-    return {n: fractions_of(n, values, measured) for n, values in found.items() if values is not None}
+    written = [there and bool(rouge("rougeL").units(truth.vocabulary.text(i))) for i, there in zip(truth.ids, measured)]
+    return {
+        n: fractions_of(n, values, written if n == RougeL.name else measured)
+        for n, values in found.items()
+        if values is not None
+    }
 
 
 def fractions_of(name: str, values: Sequence[float], measured: Sequence[bool], higher_is: str = "worse") -> dict[str, Any]:
@@ -133,11 +139,13 @@ def likeness(
     read: Sequence[Sequence[int]], true: Sequence[Sequence[int]], vocabulary: Vocabulary, higher_is: str = "worse"
 ) -> dict[str, Any]:
     """ROUGE of the continuations ``read`` with the ``true`` ones, each the ids of a text; NaN for a true one of which the
-    tokenizer knows no word. ``higher_is``: ``worse`` if an adversary reads them, ``better`` if the client does."""
-    measured, out = [worded(ids, vocabulary) for ids in true], {}
+    tokenizer knows no word, or which has no letters and digits. ``higher_is``: ``worse`` if an adversary reads them,
+    ``better`` if the client does."""
+    out = {}
     for kind in ("rouge1", "rougeL"):
-        metric = rouge(kind).score
-        values = [metric(vocabulary.text(a), named_text(b, vocabulary)) for a, b in zip(true, read, strict=True)]
+        metric = rouge(kind)
+        values = [metric.score(vocabulary.text(a), named_text(b, vocabulary)) for a, b in zip(true, read, strict=True)]
+        measured = [worded(ids, vocabulary) and bool(metric.units(vocabulary.text(ids))) for ids in true]
         out[f"continuation_{kind}"] = fractions_of(f"continuation_{kind}", values, measured, higher_is)
     return out
 
