@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ from rasura.cli.outcome import Ending
 from rasura.core.interfaces import InputError
 from rasura.core.records import Record
 from rasura.core.run_store import RunStore
-from rasura.integrations.ray_cluster import LOSSES, spread
+from rasura.integrations.ray_cluster import LOSSES, keeps_out, spread
 from rasura.runs.audit import Audit, audit
 from rasura.runs.cells import Cell
 
@@ -79,6 +80,57 @@ def test_cells_that_lose_every_worker_are_named(tmp_path: Path, model_folder: Pa
     store = RunStore(tmp_path / "ray", prepared.plan.canonical())
     with pytest.raises(InputError, match=f"{LOSSES} workers were lost on none at batch size 1"):
         list(spread(prepared, store, workers=1))
+    store.close()
+
+
+STRANGER = "import sys, ray; ray.init(sys.argv[1], logging_level='error'); print(ray.cluster_resources()['CPU'])"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("elsewhere", [None, "127.0.0.1:1"])
+def test_a_cluster_of_its_own_is_closed_to_a_process_without_its_secret(
+    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch, elsewhere: str | None
+) -> None:
+    import ray
+
+    if elsewhere:
+        monkeypatch.setenv("RAY_ADDRESS", elsewhere)  # the group's cluster: not joined
+    before = dict(os.environ)
+    prepared = Audit(plan_for(model_folder, limit=1))
+    store = RunStore(tmp_path / "run", prepared.plan.canonical())
+    running: Any = spread(prepared, store, workers=1)
+    assert next(running).status == "ok"
+    address = ray.get_runtime_context().gcs_address
+    stranger = subprocess.run(
+        [sys.executable, "-c", STRANGER, address],
+        env={**before, "RAY_NUM_REDIS_GET_RETRIES": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert stranger.returncode and not stranger.stdout and "InvalidAuthToken" in stranger.stderr
+    assert keeps_out(address)
+    running.close()
+    store.close()
+    assert not ray.is_initialized() and os.environ.get("RAY_AUTH_TOKEN") == before.get("RAY_AUTH_TOKEN")
+
+
+@pytest.mark.slow
+def test_a_cluster_that_others_can_join_is_noticed() -> None:
+    import ray
+
+    ray.init("local", include_dashboard=False, logging_level="error")
+    try:
+        assert not keeps_out(ray.get_runtime_context().gcs_address)
+    finally:
+        ray.shutdown()
+
+
+def test_a_ray_without_secrets_is_refused(tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("ray._raylet.AuthenticationTokenLoader")
+    prepared = Audit(plan_for(model_folder, limit=1))
+    store = RunStore(tmp_path, prepared.plan.canonical())
+    with pytest.raises(InputError, match="cannot keep strangers out of a cluster"):
+        next(spread(prepared, store))
     store.close()
 
 

@@ -6,8 +6,12 @@ The unit of work is one training step with all attacks on its message, so that a
 from __future__ import annotations
 
 import os
+import secrets
 import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from rasura.core.errors import InputError, MissingExtra
@@ -21,6 +25,17 @@ if TYPE_CHECKING:
 LOSSES = 3
 """How many workers may be lost on the same cells before the run stops: the cells then kill their workers, most likely by
 memory."""
+
+_UPGRADE = "pip install -U 'rasura[ray]', or leave out --engine ray"
+
+_STRANGER = """
+import sys, ray
+from ray._raylet import GcsClient
+try:
+    GcsClient(address=sys.argv[1]).internal_kv_keys(b"", None)
+except ray.exceptions.AuthenticationError:
+    print("refused")
+"""
 
 
 class Worker:
@@ -58,15 +73,65 @@ def _answers(address: str | None) -> None:
         raise InputError(f"no Ray cluster at {address} ({why}); start one with ray start --head") from None
 
 
-def _joined(ray: Any, address: str | None) -> None:
-    """Join the cluster at ``address``, or start one. Raises ``InputError`` if no cluster answers."""
-    _answers(address)
+@contextmanager
+def _secret(ray: Any) -> Iterator[None]:
+    """Ray's environment with a fresh secret: a cluster started in it answers only processes that inherit the secret.
+
+    Raises ``InputError`` if this version of Ray knows no secrets.
+    """
     try:
-        # A cluster of our own holds what the audit holds, private texts too: it listens on this machine alone.
-        own = {} if address else {"include_dashboard": False, "_node_ip_address": "127.0.0.1"}
-        ray.init(address=address, log_to_driver=False, logging_level="error", **own)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        raise InputError(f"no Ray cluster at {address or 'this machine'} ({str(error).splitlines()[0]})") from None
+        loader, config = ray._raylet.AuthenticationTokenLoader, ray._raylet.Config
+    except AttributeError:
+        raise InputError(f"Ray {ray.__version__} cannot keep strangers out of a cluster; {_UPGRADE}") from None
+
+    def read() -> None:  # Ray reads its environment when it is imported
+        config.initialize("")
+        loader.instance().reset_cache()
+
+    before = {name: os.environ.pop(name, None) for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")}
+    os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    read()
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+        read()
+
+
+def keeps_out(address: str) -> bool:
+    """Whether the cluster at ``address`` turns a process with another secret away: tried, not believed."""
+    stranger = [sys.executable, "-c", _STRANGER, address]
+    other = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    try:
+        told = subprocess.run(stranger, env=other, capture_output=True, text=True, timeout=60)
+    except subprocess.TimeoutExpired:
+        return False
+    return told.stdout.split() == ["refused"]
+
+
+@contextmanager
+def _joined(ray: Any, address: str | None) -> Iterator[None]:
+    """In the cluster at ``address``, or in one that this process starts and ends, and that others cannot join.
+
+    Raises ``InputError`` if no cluster answers, and if others could join the cluster of this process.
+    """
+    _answers(address)
+    # "local": with no address at all, Ray joins a cluster that it finds in RAY_ADDRESS or on this machine.
+    own = {} if address else {"include_dashboard": False}
+    with nullcontext() if address else _secret(ray):
+        try:
+            ray.init(address=address or "local", log_to_driver=False, logging_level="error", **own)
+        except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+            raise InputError(f"no Ray cluster at {address or 'this machine'} ({str(error).splitlines()[0]})") from None
+        try:
+            if not address and not keeps_out(ray.get_runtime_context().gcs_address):
+                raise InputError(f"others could join the cluster of Ray {ray.__version__} and read the texts; {_UPGRADE}")
+            yield
+        finally:
+            ray.shutdown()
 
 
 def spread(
@@ -77,10 +142,13 @@ def spread(
     workers: int | None = None,
     progress: Callable[[Cell], None] | None = None,
 ) -> Iterator[Record]:
-    """As ``Audit.run``, on ``workers`` processes of the Ray cluster at ``address`` (None: one on this machine).
+    """As ``Audit.run``, on ``workers`` processes of the Ray cluster at ``address``.
+
+    None starts one on this machine, whatever RAY_ADDRESS says; only processes that know its fresh secret can join it.
 
     Records are the same as with the local engine except for their costs, in the order in which they end. Cells whose worker
-    is lost are repeated by another. Raises ``InputError`` if no cluster answers, and if cells lose every worker.
+    is lost are repeated by another. Raises ``InputError`` if no cluster answers, if others could join the cluster started
+    here, and if cells lose every worker.
     """
     import torch
 
@@ -90,8 +158,7 @@ def spread(
     prepared.describe(store)
     if not (left := prepared.left(store)):
         return
-    _joined(ray, address)
-    try:
+    with _joined(ray, address):
         count = min(len(left), workers or max(1, int(ray.cluster_resources().get("CPU", 1)) // threads))
         held = ray.put(prepared)
         make = ray.remote(num_cpus=0, scheduling_strategy="SPREAD")(Worker)
@@ -122,5 +189,3 @@ def spread(
             for record in found:
                 store.add(record)
                 yield record
-    finally:
-        ray.shutdown()
