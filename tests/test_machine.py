@@ -75,6 +75,20 @@ def test_a_tracker_keeps_figures_and_no_texts() -> None:
     assert figures["risk bf16"] == 1.0 and figures["examples bf16"] == MANY
 
 
+def test_of_the_file_of_a_protection_only_the_name_goes_out(tmp_path: Path) -> None:
+    folders = [f'custext+:epsilon=1/vectors="/home/{who}/oncology/words.vec"/size=5' for who in ("dr.brandt", "dr.lem")]
+    found = findings([*READ, *column("span", folders[0], [1.0] * MANY), *column("span", folders[1], [0.0] * MANY)])
+    words, figures = tracked(found, {"protections": folders, "file of a protection": dict.fromkeys(folders, "ab12")})
+    write_junit(tmp_path / "junit.xml", found, None, 1.5)
+    write_sarif(tmp_path / "out.sarif", found, None, {"data": "notes.csv"}, "0.1.0")
+    told = f"{words} {figures} {(tmp_path / 'junit.xml').read_text()} {(tmp_path / 'out.sarif').read_text()}"
+    assert not any(private in told for private in ("dr.brandt", "dr.lem", "oncology"))
+    short = "custext+:epsilon=1/vectors=words.vec/size=5"
+    assert words["protections"] == f"{short},{short} (2)"
+    assert figures[f"risk {short}"] == 1.0 and figures[f"examples {short} (2)"] == MANY
+    assert cases(tmp_path / "junit.xml") == {short: "failure", f"{short} (2)": "error"}
+
+
 def run(folder: Path, model: Path, *more: object) -> Any:
     words = [word for text in TEXTS[:2] for word in ("--text", text)]
     common = ("--model", model, "--attack", "span", "--defense", "bf16", "--budget", "quick", "--out", folder / "run")

@@ -29,6 +29,25 @@ def names_of(protection: str) -> tuple[str, ...]:
     return tuple(map(name_of, parts_of(protection)))
 
 
+def public_names(protections: Iterable[str]) -> dict[str, str]:
+    """Each of ``protections`` as others may see it: of files the names alone, since where they lie may say whose they are.
+    Those that differ in folders alone are numbered.
+
+    >>> public_names(['custext+:epsilon=1/vectors="/home/anna/a.vec"', 'custext+:epsilon=1/vectors="/srv/a.vec"']).values()
+    dict_values(['custext+:epsilon=1/vectors=a.vec', 'custext+:epsilon=1/vectors=a.vec (2)'])
+    """
+    found: dict[str, str] = {}
+    for text in dict.fromkeys(protections):
+        short = re.sub(r'=((?:"[^"]*"|[^"/+])*)', lambda value: f"={_last(value[1])}", text)
+        same = sum(other == short or other.startswith(f"{short} (") for other in found.values())
+        found[text] = f"{short} ({same + 1})" if same else short
+    return found
+
+
+def _last(path: str) -> str:
+    return re.split(r"[/\\]", path.replace('"', "").rstrip("/\\"))[-1]
+
+
 def opened(part: str, keys: Collection[str] = ()) -> str | None:
     """One part of a protection with the value of its figure left out, as ``rasura calibrate`` takes it:
     ``dp-sgd/clip=0.5`` of ``dp-sgd:0.1/clip=0.5``. ``keys``: the options that can be that figure; without any, it is the

@@ -1,6 +1,7 @@
 """Verdicts for machines: JUnit XML and SARIF for continuous integration, and plain figures for trackers. No torch.
 
-What a run could not judge is an error, never a test that passed. No file holds a text.
+What a run could not judge is an error, never a test that passed. No file holds a text, nor the folder of a protection's
+file.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 from urllib.parse import quote
 
 from rasura.core.files import write_whole
+from rasura.core.options import public_names
 from rasura.report.gate import ABOVE_LIMIT, NOT_JUDGED, PASSED, judged, outcomes
 from rasura.report.matrix import Findings
 from rasura.report.verdicts import ABOVE, READS, Verdict
@@ -40,7 +42,16 @@ def judgements(f: Findings, limit: float | None) -> list[Outcome]:
         found = [Outcome(name, code, says) for name, (code, says) in outcomes(f.verdicts, limit).items()]
     else:
         found = [Outcome(name, _code(v), f"{name}: {v.says}") for name, v in judged(f.verdicts).items()]
+    shown = public_names(one.name for one in found)
+    found = [Outcome(shown[one.name], one.code, _told(one.says, shown)) for one in found]
     return found or [Outcome("run", NOT_JUDGED, "the run contains no protection and no baseline")]
+
+
+def _told(text: str, shown: Mapping[str, str]) -> str:
+    """``text`` with every protection as it is ``shown``."""
+    for name in sorted(shown, key=len, reverse=True):
+        text = text.replace(name, shown[name])
+    return text
 
 
 def _code(v: Verdict) -> int:
@@ -98,12 +109,13 @@ def tracked(f: Findings, plan: Mapping[str, Any]) -> tuple[dict[str, str], dict[
 
     A figure that the run does not have, or that rests on less than was to be measured, is left out.
     """
+    shown = public_names([*f.verdicts, *plan.get("protections", ()), *plan.get("defenses", ())])
     kept = {k: v for k, v in plan.items() if k not in ("texts", "label_names") and v not in (None, (), [], "")}
     words = {k: ",".join(map(str, v)) if isinstance(v, list | tuple) else str(v) for k, v in kept.items()}
-    words |= {name: Path(words[name]).name for name in FILES if name in words}
-    words |= {f"verdict {name}": v.says for name, v in f.verdicts.items()}
+    words = {k: Path(v).name if k in FILES else _told(v, shown) for k, v in words.items()}
+    words |= {f"verdict {shown[name]}": _told(v.says, shown) for name, v in f.verdicts.items()}
     figures: dict[str, float] = {}
     for name, v in f.verdicts.items():
         values = {"risk": v.read, "upper": v.bound, "guessing": None if v.guess is None else v.guess.mean, "examples": v.n}
-        figures |= {f"{what} {name}": float(value) for what, value in values.items() if value is not None}
+        figures |= {f"{what} {shown[name]}": float(value) for what, value in values.items() if value is not None}
     return words, figures
