@@ -15,12 +15,20 @@ from rasura.core.interfaces import Defense, InputError
 from rasura.core.rng import Randomness
 from rasura.core.values import Mechanism, Stage
 from rasura.registry import parse_defense
+from rasura.runs.carried import carried
 from rasura.runs.drawing import DrawnLoader, OrderedLoader, numbered
+from rasura.runs.earlier import LEDGER
 from rasura.runs.guard import guarded
 from rasura.victims.fixed_order import FixedOrder, ordered
 from rasura.victims.train import local
 
 PERSONS = "a guarantee for persons needs dp-sgd or normalised, and batches drawn by Poisson sampling"
+
+GO_ON = (
+    "To go on with that training, load the model's state_dict() into a new model, and the ledger's state_dict() into the "
+    "ledger that protects it. In another training, both epsilons count together: save the model, with the ledger as "
+    f"{LEDGER} beside it, and load it from that folder; the new guarantee then names the earlier training"
+)
 
 
 def loop_defense(defense: str | Defense, physical: int | None = None) -> Defense:
@@ -100,17 +108,27 @@ def check_alone(model: nn.Module) -> None:
             "does not see; protect the plain model and train it in one process, on one device")  # fmt: skip
 
 
+def check_new(model: nn.Module) -> None:
+    """Raises ``InputError`` for a model that is protected already, or that may hold releases of an earlier training: also
+    in a part of it, such as an encoder, or base layers into which an adapter was merged."""
+    for one in model.modules():
+        earlier = guarded(one)
+        if earlier is not None and not earlier.copied:
+            raise InputError("the model is already protected; load it again to protect it differently")
+        if earlier is not None and (count := earlier.made()):
+            raise InputError(
+                f"the model is a copy of one that made {count} releases, which a new ledger would not count. {GO_ON}"
+            )
+    if (found := carried(model)) is not None:
+        raise InputError(
+            f"{found[0]} was part of a protected training and may hold its releases, {found[1]} in all, which a new ledger "
+            f"would not count. {GO_ON}"
+        )
+
+
 def check_trainable(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
     """Raises ``InputError`` for a model that cannot be protected, and for an optimizer with other parameters."""
-    earlier = guarded(model)
-    if earlier is not None and not earlier.copied:
-        raise InputError("the model is already protected; load it again to protect it differently")
-    if earlier is not None and (count := earlier.made()):
-        raise InputError(
-            f"the model is a copy of one that made {count} releases, which a new ledger would not count. To go on, "
-            "load its state_dict() into a model of its own, and the ledger's state_dict() into the ledger that protects it. "
-            "Under another protection, both epsilons count together"
-        )
+    check_new(model)
     check_alone(model)
     if hasattr(model, "_orig_mod"):
         raise InputError("protect the model before torch.compile; a compiled model cannot return gradients of single texts")

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from rasura.accounting import Draw, Ledger, Run, formal
 from rasura.core.interfaces import Defense, InputError
 from rasura.core.rng import Randomness, SecretGenerator, generator, secret_generator
+from rasura.runs.carried import mark
 from rasura.runs.drawing import ONCE, OWNER, ROW, DrawnLoader, OrderedLoader
 from rasura.runs.earlier import trained_before
 from rasura.runs.gradient_canaries import GradientCanaries
@@ -105,6 +106,7 @@ class _Protected:
         self.last: _Step | None = None
         self.kept: Kept = {} if self.order is None else {"state": self.order.noise}
         self.guard = put(model, self, made=lambda: ledger.releases)
+        mark(model, ledger, set(_shapes(model, defense)))
 
     def __call__(self, own: Callable[..., Any], *positional: Any, **inputs: Any) -> Any:
         model = self.guard.model()

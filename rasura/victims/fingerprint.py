@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from rasura.core.vocabulary import Vocabulary, tokenizer_digest
 
@@ -31,10 +31,21 @@ def fingerprint(model: nn.Module, *, beside: Collection[str] = ()) -> str:
     for name, tensor in sorted(model.state_dict(keep_vars=True).items()):
         if name in beside:
             continue
-        held = tensor.detach()
-        found.update(f"{name} {tuple(held.shape)} {held.dtype}\n".encode())
-        found.update(held.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        _update(found, name, tensor)
     return found.hexdigest()[:16]
+
+
+def tensor_digest(tensor: Tensor) -> str:
+    """Sixteen hex digits that identify ``tensor``: its shape, its type and every bit."""
+    found = hashlib.sha256()
+    _update(found, "", tensor)
+    return found.hexdigest()[:16]
+
+
+def _update(found: Any, name: str, tensor: Tensor) -> None:
+    held = tensor.detach()
+    found.update(f"{name} {tuple(held.shape)} {held.dtype}\n".encode())
+    found.update(held.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
 def fingerprints(
