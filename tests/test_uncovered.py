@@ -110,6 +110,42 @@ def test_a_checkpoint_of_a_trainer_is_named(tmp_path: Path, model_folder: Path) 
     assert "its ledger cannot be read" in said
 
 
+def test_an_adapter_that_may_have_been_trained_is_named(tmp_path: Path, model_folder: Path) -> None:
+    """Beside the adapter lay the ledger of its training, and the next one on the same texts did not mention it."""
+    peft: Any = pytest.importorskip("peft")
+    from transformers import AutoModelForSequenceClassification
+
+    def base(folder: Path) -> Any:
+        return AutoModelForSequenceClassification.from_pretrained(str(folder), attn_implementation="eager")
+
+    def protected(model: Any) -> Any:
+        loader: Any = DataLoader(DATA[:9], 9, collate_fn=collate)
+        return rasura.protect_training(model, None, loader, "dp-sgd:1.0", epochs=2)
+
+    lora = peft.LoraConfig(r=2, target_modules=["query", "value", "word_embeddings"], task_type="SEQ_CLS")
+    private = protected(peft.get_peft_model(base(model_folder), lora))
+    private.model(**next(iter(private.loader))).loss.backward()
+    torch.optim.SGD(private.model.parameters(), 0.1).step()
+    assert private.ledger.spent().warnings == ()
+    private.model.save_pretrained(tmp_path / "one")
+    private.ledger.save(tmp_path / "one" / "rasura_ledger.json")
+    words = "the model's adapter may have been trained before, since its weights are not those of a new LoRA adapter"
+    plain = base(tmp_path / "one")  # transformers loads the adapter onto its base
+    plain.requires_grad_(True)
+    beside = peft.get_peft_model(base(model_folder), lora)
+    beside.load_adapter(str(tmp_path / "one"), "other")
+    for model in (
+        peft.PeftModel.from_pretrained(base(model_folder), str(tmp_path / "one"), is_trainable=True), plain, beside,
+        peft.get_peft_model(base(model_folder), peft.IA3Config(task_type="SEQ_CLS")),
+    ):  # fmt: skip
+        done = protected(model)
+        (said,) = done.ledger.spent().warnings
+        assert said.startswith(words) and said.endswith("what it spent or gave away counts beside this guarantee")
+        assert done.ledger.state_dict()["earlier"] == said
+    done.ledger.load_state_dict(private.ledger.state_dict())  # which counts what was released before
+    assert done.ledger.spent().warnings == ()
+
+
 def test_a_training_without_a_guarantee_has_nothing_to_limit(tmp_path: Path, model_folder: Path) -> None:
     assert warnings(tmp_path, with_copies(tmp_path, 6, 5), model_folder, "gaussian:0.1", holdout=0.3) == []
 

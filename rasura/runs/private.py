@@ -17,7 +17,7 @@ from rasura.core.interfaces import Defense, InputError
 from rasura.core.rng import Randomness, SecretGenerator, generator, secret_generator
 from rasura.runs.carried import mark
 from rasura.runs.drawing import ONCE, OWNER, ROW, DrawnLoader, OrderedLoader
-from rasura.runs.earlier import trained_before
+from rasura.runs.earlier import begins_on
 from rasura.runs.gradient_canaries import GradientCanaries
 from rasura.runs.guard import Guard, guarded, put, taken_off
 from rasura.runs.loop_checks import (
@@ -93,7 +93,7 @@ class _Protected:
         loader: DrawnLoader | OrderedLoader | None, most: int | None, canaries: GradientCanaries | None,
     ) -> None:  # fmt: skip
         self.defense, self.ledger, self.rng, self.loader, self.canaries = defense, ledger, rng, loader, canaries
-        ledger.earlier = trained_before(getattr(getattr(model, "config", None), "_name_or_path", None) or "")
+        ledger.earlier = begins_on(model)
         by_chance = isinstance(loader, DrawnLoader) and loader.drawn.poisson
         if canaries is not None and not by_chance:
             raise InputError(
