@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections import namedtuple
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -13,8 +15,10 @@ from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
 from rasura.accounting import Draw, Ledger, Run
 from rasura.core.errors import InputError
-from rasura.core.rng import generator
+from rasura.core.restarted import restarted
+from rasura.core.rng import generator, secret_generator
 from rasura.runs.drawing import ROW, Batches, DrawnLoader
+from rasura.runs.private import protect_training
 
 ROWS: Any = list(range(10, 34))
 
@@ -183,3 +187,84 @@ def test_a_batch_that_cannot_be_made_empty_is_refused() -> None:
     loader = drawn(DataLoader(ROWS, 1, collate_fn=lambda rows: str(rows)))
     with pytest.raises(InputError, match=r"^a batch of str cannot be made empty; let the collate function return tensors$"):
         list(loader)
+
+
+class Drawing:
+    """Rows in which each of the three libraries draws a number, and a collate function that draws another."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, row: int) -> list[float]:
+        return [torch.rand(()).item(), np.random.rand(), random.random()]  # noqa: NPY002
+
+    @staticmethod
+    def collated(rows: list[list[float]]) -> dict[str, Tensor]:
+        return {"drawn": torch.tensor(rows), "mask": torch.bernoulli(torch.full((len(rows), 40), 0.5))}
+
+
+def draws(workers: int, seed: int | None = None) -> Tensor:
+    """What is drawn for 24 rows in one pass, after the seed that a Trainer sets; sorted, since the order is by chance."""
+    for start in (torch.manual_seed, np.random.seed, random.seed):
+        start(42)
+    given = DataLoader[Any](Drawing(), 24, collate_fn=Drawing.collated, num_workers=workers)  # type: ignore[arg-type]
+    rng = secret_generator() if seed is None else generator(seed)
+    (batch,) = DrawnLoader(given, Ledger([], Run(24, 24, 3)), rng, poisson=False)
+    return torch.cat([batch["drawn"], batch["mask"]], 1)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_is_drawn_for_a_batch_does_not_follow_from_a_seed_that_is_known(workers: int) -> None:
+    """If it did, one text more would change the numbers of all after it, and the sum by more than a clip."""
+    one, other = draws(workers), draws(workers)
+    assert not (one == other)[:, :3].any() and not torch.equal(one[:, 3:], other[:, 3:])
+    assert torch.equal(draws(workers, seed=3), draws(workers, seed=3)), "of a seeded training all follows from its seed"
+    assert not torch.equal(draws(workers, seed=3), draws(workers, seed=4))
+
+
+@pytest.mark.parametrize("seed", [None, 0])
+def test_each_batch_draws_anew_and_leaves_the_generators_as_they_were(seed: int | None) -> None:
+    given = DataLoader[Any](Drawing(), 8, collate_fn=Drawing.collated)  # type: ignore[arg-type]
+    rng = secret_generator() if seed is None else generator(seed)
+    loader = DrawnLoader(given, Ledger([], Run(24, 8, 3)), rng, poisson=False)
+    before = np.random.get_state()[1].tolist(), random.getstate()  # type: ignore[index]  # of NumPy, a tuple by default  # noqa: NPY002
+    found = {tuple(batch["mask"].reshape(-1).tolist()) for batch in [*loader, *loader]}
+    assert len(found) == 6 and (np.random.get_state()[1].tolist(), random.getstate()) == before  # type: ignore[index]  # noqa: NPY002
+
+
+def test_generators_start_from_the_whole_seed_and_go_on_as_before() -> None:
+    before = torch.get_rng_state()
+    with restarted(b"a"):
+        one = torch.rand(2000), np.random.rand(2000), [random.random() for _ in range(2000)]  # noqa: NPY002
+        normal = torch.randn(2000)
+    with pytest.raises(ArithmeticError), restarted(b"a"):
+        assert (
+            torch.equal(torch.rand(2000), one[0]) and (np.random.rand(2000) == one[1]).all() and random.random() == one[2][0]  # noqa: NPY002
+        )
+        raise ArithmeticError
+    assert torch.equal(torch.get_rng_state(), before)
+    for drawn in (*map(torch.as_tensor, one), (1 + torch.erf(normal / 2**0.5)) / 2):  # uniform, as the seed's bits are
+        assert torch.histc(drawn.double(), 10, 0, 1).min() > 150
+    # PyTorch's own seed has 32 bits.
+    words = torch.Generator().set_state(torch.get_rng_state())
+    with restarted(b"b"):
+        started = torch.get_rng_state()
+        assert not torch.equal(words.manual_seed(torch.initial_seed()).get_state(), started)
+
+
+class OwnGenerator:
+    """A collate function with a generator of its own, as those of transformers with ``seed=``."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(42)
+
+    def __call__(self, rows: list[int]) -> dict[str, Tensor]:
+        return {"ids": torch.tensor(rows), "mask": torch.rand(len(rows), 8, generator=self.generator)}
+
+
+@pytest.mark.parametrize("defense", ["dp-sgd:1.0", "dp-ftrl:1.0/band=2", "directional:10"])
+def test_a_collate_function_with_a_generator_of_its_own_is_refused(defense: str) -> None:
+    pytest.importorskip("dp_accounting")
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(InputError, match=r"two different batches of the same rows and one seed \(mask\)"):
+        protect_training(model, None, DataLoader(ROWS, 5, collate_fn=OwnGenerator()), defense)

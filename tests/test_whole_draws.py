@@ -222,6 +222,7 @@ def test_a_data_set_that_gives_many_rows_at_once_is_asked_once_a_batch() -> None
     data = Counting(FEATURES, range(5, 40))
     loader: Any = DataLoader(data, 20, collate_fn=stacked)
     private = rasura.protect_training(Linear(3), None, loader, "dp-sgd:1.0")
+    data.asked = 0
     batches = list(private.loader)
     assert data.asked == 2 and all(b["features"][:, 0].tolist() == [5 + k for k in b[ROW].tolist()] for b in batches)
 
@@ -269,7 +270,9 @@ def test_the_trainers_batches_say_their_rows(tmp_path: Path, options: dict[str, 
 def test_a_loader_made_of_the_loader_is_refused_at_its_first_batch() -> None:
     """As accelerate makes one: what it hands out is not compared with what was drawn."""
     private = linear()
-    made: Any = DataLoader(private.loader.dataset, batch_sampler=private.loader.turn, collate_fn=private.loader.collate_fn)
+    made: Any = DataLoader(
+        private.loader.dataset, batch_sampler=private.loader.batch_sampler, collate_fn=private.loader.collate_fn
+    )
     refused(private, next(iter(made)), "by the loader itself, not by one made of it")
 
 

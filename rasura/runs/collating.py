@@ -1,9 +1,9 @@
-"""Rows that keep their number through a collate function, and batches without rows."""
+"""Batches of rows that say which they are, made under generators of their own; and batches without rows."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,36 +12,92 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from rasura.core.errors import InputError
+from rasura.core.restarted import new_seed, restarted
+from rasura.core.rng import Randomness, generator
 from rasura.runs.marks import marks
 
 Collate = Callable[[list[Any]], Any]
 
+SOME = 8
+"""Number of rows that are collated before the training, to refuse a data set or a collate function as early as possible."""
 
-class Numbered(Dataset[Any]):
-    """Rows, each with its number."""
 
-    def __init__(self, data: Any) -> None:
-        self.data = data
+class Seeded:
+    """The ``batches`` of row numbers, each with a new seed for what is drawn while it is fetched and collated. Seeds come
+    from the operating system where ``rng`` does; otherwise from a stream of their own, of the seed of ``rng``."""
+
+    def __init__(self, batches: Any, rng: Randomness) -> None:
+        self.batches = batches
+        self.rng = generator(rng.initial_seed(), "collate") if isinstance(rng, torch.Generator) else rng
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        for rows in self.batches:
+            yield [new_seed(self.rng), rows]
+
+
+class Collated(Dataset[Any]):
+    """The batches of ``loader``, each by the pair of its seed and its rows (``Seeded``). ``entries``: what a batch says of
+    its rows beside their tensors, by name; one figure for each row of the data set, or None for the row's number. With
+    figures, each batch is checked by ``check_order``. ``masked``: as ``with_mask``. A batch without rows has the tensors of
+    the first row, with zero rows.
+
+    Rows are fetched and collated under generators that start from the seed. Were they to go on from batch to batch, or to
+    start from a seed that is known, one text more would change what is drawn for the others.
+    """
+
+    def __init__(self, loader: Any, masked: bool, entries: Mapping[str, Sequence[int] | None]) -> None:
+        self.data, self.entries = loader.dataset, entries
+        self.collate: Collate = partial(with_mask, loader.collate_fn) if masked else loader.collate_fn
 
     def __len__(self) -> int:
         return len(self.data)
 
-    def __getitem__(self, row: int) -> tuple[Any, int]:
-        return self.data[row], row
+    def __getitems__(self, drawn: list[Any]) -> Any:
+        """The whole batch, as the fetcher of a ``DataLoader`` asks."""
+        seed, rows = drawn
+        batch = self._made(seed, rows)
+        if not isinstance(batch, Mapping):
+            raise InputError(f"a batch of {type(batch).__name__} cannot say which rows it holds; let the collate function "
+                "return a dictionary")  # fmt: skip
+        said = {n: [k if of is None else of[k] for k in rows] for n, of in self.entries.items()}
+        return _with(batch, {n: torch.tensor(numbers, dtype=torch.long) for n, numbers in said.items()})
 
-    def __getitems__(self, rows: list[int]) -> list[tuple[Any, int]]:
-        """As the fetcher of a ``DataLoader`` asks, which gets all rows at once where the data set can give them."""
+    def _made(self, seed: bytes, rows: list[int]) -> Any:
+        """What the collate function makes of ``rows``."""
         several = getattr(self.data, "__getitems__", None)
-        return list(zip([self.data[row] for row in rows] if several is None or not rows else several(rows), rows))
+        with restarted(seed):
+            if not rows:
+                return _emptied(self.collate([self.data[0]]))
+            there = [self.data[row] for row in rows] if several is None else list(several(rows))
+            batch = self.collate(there)
+            if len(rows) > 1 and any(of is not None for of in self.entries.values()):
+                check_order(self.collate, there, batch)
+        return batch
+
+    def check_seeds(self) -> None:
+        """Raises ``InputError`` where the first rows become two batches under one seed: what is drawn then does not come
+        from the generators that each batch restarts, or what was made before has a part in it."""
+        rows = list(range(min(SOME, len(self))))
+        first, second = self._made(b"", rows), self._made(b"", rows)
+        if not isinstance(first, Mapping) or not isinstance(second, Mapping):
+            return  # refused at the first batch
+        one, other = marks(first, len(rows)), marks(second, len(rows))
+        for name in one:
+            if name not in other or not torch.equal(one[name], other[name]):
+                raise InputError(
+                    "the data set or the collate function made two different batches of the same rows and one seed "
+                    f"({name}). It keeps something from batch to batch, or has a generator of its own, so one text more "
+                    "would change others too. Let it draw from the generators of torch, numpy.random or random, which each "
+                    "batch restarts (for a collate function of transformers, leave seed= out)"
+                )
 
 
-def numbering(loader: Any, masked: bool, entries: Mapping[str, Sequence[int] | None]) -> Collate:
-    """The collate function of ``loader`` for rows of ``Numbered``. ``entries``: what a batch says of its rows beside their
-    tensors, by name; one figure for each row of the data set, or None for the row's number. With figures, each batch is
-    checked by ``check_order``. ``masked``: as ``with_mask``. A
-    batch without rows has the tensors of the first row, with zero rows."""
-    collate: Collate = loader.collate_fn
-    return partial(_with_numbers, partial(with_mask, collate) if masked else collate, loader.dataset, entries)
+def as_it_is(batch: Any) -> Any:
+    """``batch``, which is collated already."""
+    return batch
 
 
 def check_order(collate: Collate, rows: Sequence[Any], batch: Any = None) -> None:
@@ -69,20 +125,6 @@ def with_mask(collate: Collate, rows: list[Any]) -> Any:
         return batch
     whole = all(isinstance(row, Mapping) and len(row.get("input_ids", ())) == ids.shape[1] for row in rows)
     return _with(batch, {"attention_mask": torch.ones_like(ids)}) if whole else batch
-
-
-def _with_numbers(
-    collate: Collate, data: Any, entries: Mapping[str, Sequence[int] | None], rows: list[tuple[Any, int]]
-) -> Any:
-    there = [row for row, _ in rows]
-    batch = collate(there) if rows else _emptied(collate([data[0]]))
-    if len(rows) > 1 and any(of is not None for of in entries.values()):
-        check_order(collate, there, batch)
-    if not isinstance(batch, Mapping):
-        raise InputError(f"a batch of {type(batch).__name__} cannot say which rows it holds; let the collate function "
-            "return a dictionary")  # fmt: skip
-    said = {n: [k if of is None else of[k] for _, k in rows] for n, of in entries.items()}
-    return _with(batch, {n: torch.tensor(numbers, dtype=torch.long) for n, numbers in said.items()})
 
 
 def _with(batch: Mapping[str, Any], entries: Mapping[str, Tensor]) -> Mapping[str, Any]:

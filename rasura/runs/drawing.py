@@ -16,7 +16,7 @@ from rasura.accounting import Draw, Ledger
 from rasura.core.errors import InputError
 from rasura.core.rng import Randomness, permutation
 from rasura.data.columns import person
-from rasura.runs.collating import Numbered, check_order, numbering
+from rasura.runs.collating import Collated, Seeded, as_it_is
 from rasura.runs.marks import Copies, Marks, changed, marks
 from rasura.victims.batching import by_person, drawn
 from rasura.victims.fixed_order import FixedOrder
@@ -26,9 +26,6 @@ OWNER = "rasura_owner"
 
 ROW = "rasura_row"
 """The entry of a batch that says which rows of the data set it holds, ``(rows,)`` int64."""
-
-SOME = 8
-"""Number of rows that are collated before the training, to refuse a collate function that sorts as early as possible."""
 
 ONCE = (
     "each batch of the loader that protect_training returned gets one backward pass, whole, unchanged and in the order of "
@@ -109,15 +106,15 @@ class DrawnLoader(DataLoader[Any]):
         masked: bool = False,
     ) -> None:  # fmt: skip
         data, size = checked_loader(loader)
-        if owners is not None:
-            check_order(loader.collate_fn, [data[k] for k in range(min(SOME, len(data)))])
         count = len(data) if owners is None else len(set(owners))
         self.drawn, self.ledger, self.owners = Batches(count, size, rng, poisson=poisson, owners=owners), ledger, owners
         self.turn = Pass(self.drawn)
         self.left_out, self.copies = False, Copies()
         entries: dict[str, Sequence[int] | None] = {ROW: None, **({} if owners is None else {OWNER: owners})}
+        made = Collated(loader, masked, entries)
+        made.check_seeds()
         super().__init__(
-            Numbered(data), batch_sampler=self.turn, collate_fn=numbering(loader, masked, entries),
+            made, batch_sampler=Seeded(self.turn, rng), collate_fn=as_it_is,
             num_workers=loader.num_workers, pin_memory=loader.pin_memory,
         )  # fmt: skip
 
@@ -177,12 +174,14 @@ class OrderedLoader(DataLoader[Any]):
     """
 
     def __init__(self, loader: Any, order: FixedOrder, *, masked: bool = False) -> None:
-        data, _ = checked_loader(loader)
+        checked_loader(loader)
         self.order = order
         self.handed: dict[int, Marks] = {}
         self.copies = Copies()
+        made = Collated(loader, masked, {ROW: None})
+        made.check_seeds()
         super().__init__(
-            Numbered(data), batch_sampler=order.parts, collate_fn=numbering(loader, masked, {ROW: None}),
+            made, batch_sampler=Seeded(order.parts, order.rng), collate_fn=as_it_is,
             num_workers=loader.num_workers, pin_memory=loader.pin_memory,
         )  # fmt: skip
 
