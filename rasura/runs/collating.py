@@ -15,8 +15,12 @@ from rasura.core.errors import InputError
 from rasura.core.restarted import new_seed, restarted
 from rasura.core.rng import Randomness, generator
 from rasura.runs.marks import marks
+from rasura.victims.unmasked import Alone
 
 Collate = Callable[[list[Any]], Any]
+
+ALONE = "rasura_alone"
+"""The entry of a batch for its ``Alone``, until the loader hands it out."""
 
 SOME = 8
 """Number of rows that are collated before the training, to refuse a data set or a collate function as early as possible."""
@@ -75,7 +79,8 @@ class Collated(Dataset[Any]):
             batch = self.collate(there)
             if len(rows) > 1 and any(of is not None for of in self.entries.values()):
                 check_order(self.collate, there, batch)
-        return batch
+            alone = shapes_alone(self.collate, there, batch) if len(rows) > 1 else {}
+        return _with(batch, {ALONE: alone}) if alone else batch
 
     def check_seeds(self) -> None:
         """Raises ``InputError`` where the first rows become two batches under one seed: what is drawn then does not come
@@ -93,6 +98,17 @@ class Collated(Dataset[Any]):
                     "would change others too. Let it draw from the generators of torch, numpy.random or random, which each "
                     "batch restarts (for a collate function of transformers, leave seed= out)"
                 )
+
+
+def shapes_alone(collate: Collate, rows: Sequence[Any], batch: Any) -> Alone:
+    """The shapes of ``rows`` in which ``collate`` makes them alone, of each entry of ``batch`` in which one has another
+    shape: it was padded to the length of others. None of a batch with an attention mask, which says what is padding."""
+    if not isinstance(batch, Mapping) or "attention_mask" in batch:
+        return {}
+    names = [n for n, t in batch.items() if isinstance(t, Tensor) and t.dim() > 1 and len(t) == len(rows)]
+    made = [collate([row]) for row in rows] if names else []
+    shapes = {n: [tuple(one[n].shape[1:]) for one in made] for n in names}
+    return {n: every for n, every in shapes.items() if any(shape != tuple(batch[n].shape[1:]) for shape in every)}
 
 
 def as_it_is(batch: Any) -> Any:
@@ -127,7 +143,7 @@ def with_mask(collate: Collate, rows: list[Any]) -> Any:
     return _with(batch, {"attention_mask": torch.ones_like(ids)}) if whole else batch
 
 
-def _with(batch: Mapping[str, Any], entries: Mapping[str, Tensor]) -> Mapping[str, Any]:
+def _with(batch: Mapping[str, Any], entries: Mapping[str, Any]) -> Mapping[str, Any]:
     """A batch of the same kind with ``entries`` as well: loops use what their kind can do, such as ``batch.to(device)``."""
     if not isinstance(batch, MutableMapping):
         return {**batch, **entries}

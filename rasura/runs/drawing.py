@@ -7,7 +7,7 @@ that is used twice, and one after a batch that was left out are refused: they wo
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
@@ -16,10 +16,11 @@ from rasura.accounting import Draw, Ledger
 from rasura.core.errors import InputError
 from rasura.core.rng import Randomness, permutation
 from rasura.data.columns import person
-from rasura.runs.collating import Collated, Seeded, as_it_is
+from rasura.runs.collating import ALONE, Collated, Seeded, as_it_is
 from rasura.runs.marks import Copies, Marks, changed, marks
 from rasura.victims.batching import by_person, drawn
 from rasura.victims.fixed_order import FixedOrder
+from rasura.victims.unmasked import Alone
 
 OWNER = "rasura_owner"
 """The entry of a batch that says whose each row is, ``(rows,)`` int64."""
@@ -32,6 +33,19 @@ ONCE = (
     "the loader, whatever its loss is. None is left out, used twice or split (for the memory, pass physical_batch_size). To "
     "evaluate, use torch.no_grad(); to end early, stop for good"
 )
+
+
+class Handed(NamedTuple):
+    """What a loader remembers of a batch: marks of its rows, and the shapes that they have alone."""
+
+    marks: Marks
+    alone: Alone
+
+
+def handed_out(batch: Any) -> Handed:
+    """What to remember of ``batch``. The shapes are taken out of it: they are not for the model."""
+    alone = batch.pop(ALONE, {})
+    return Handed(marks(batch, len(batch[ROW])), alone)
 
 
 class Batches:
@@ -71,7 +85,7 @@ class Pass:
         self.drawn, self.next = drawn, 0
         self.rows: list[list[int]] = []
         self.number: int | None = None
-        self.handed: dict[int, Marks] = {}
+        self.handed: dict[int, Handed] = {}
 
     def begin(self) -> int:
         """The place of the next batch, in a new pass if all batches were released."""
@@ -110,6 +124,7 @@ class DrawnLoader(DataLoader[Any]):
         self.drawn, self.ledger, self.owners = Batches(count, size, rng, poisson=poisson, owners=owners), ledger, owners
         self.turn = Pass(self.drawn)
         self.left_out, self.copies = False, Copies()
+        self.alone: Alone = {}  # of the batch that was taken
         entries: dict[str, Sequence[int] | None] = {ROW: None, **({} if owners is None else {OWNER: owners})}
         made = Collated(loader, masked, entries)
         made.check_seeds()
@@ -128,7 +143,7 @@ class DrawnLoader(DataLoader[Any]):
         self.left_out = False
         first = turn.begin()
         for place, batch in enumerate(super().__iter__(), first):
-            turn.handed[place] = marks(batch, len(batch[ROW]))
+            turn.handed[place] = handed_out(batch)
             yield batch
         self.left_out = turn.next > first  # the pass was trained on, not only looked at
 
@@ -149,7 +164,7 @@ class DrawnLoader(DataLoader[Any]):
             raise InputError(f"expected {self._place()} texts, and this is another one: {ONCE}")
         if self.owners is not None and list(owners or ()) != [self.owners[row] for row in rows]:
             raise InputError(f"{OWNER} names other persons than those of the rows that were drawn; pass it on as it is")
-        check_values(handed, drawn, rows, inputs)
+        self.alone = checked_values(handed, drawn, rows, inputs)
         if self.owners is None:
             self.ledger.copies = max(self.ledger.copies, self.copies.seen(inputs, rows))
         if turn.number is None:
@@ -176,8 +191,9 @@ class OrderedLoader(DataLoader[Any]):
     def __init__(self, loader: Any, order: FixedOrder, *, masked: bool = False) -> None:
         checked_loader(loader)
         self.order = order
-        self.handed: dict[int, Marks] = {}
+        self.handed: dict[int, Handed] = {}
         self.copies = Copies()
+        self.alone: Alone = {}  # of the batch that was taken
         made = Collated(loader, masked, {ROW: None})
         made.check_seeds()
         super().__init__(
@@ -196,7 +212,7 @@ class OrderedLoader(DataLoader[Any]):
 
     def _handed_out(self, batches: Iterator[Any]) -> Iterator[Any]:
         for place, batch in enumerate(batches):
-            self.handed[place] = marks(batch, len(batch[ROW]))
+            self.handed[place] = handed_out(batch)
             yield batch
 
     def take(self, inputs: Mapping[str, Tensor], rows: Sequence[int], owners: Sequence[int] | None = None) -> Draw:
@@ -206,7 +222,7 @@ class OrderedLoader(DataLoader[Any]):
         place = self.order.ledger.releases % len(self.order.parts)
         if place not in self.handed:
             raise InputError(f"dp-ftrl: this batch was not handed out by the loader: {ONCE}")
-        check_values(self.handed[place], self.order.parts[place], rows, inputs)
+        self.alone = checked_values(self.handed[place], self.order.parts[place], rows, inputs)
         self.order.ledger.copies = max(self.order.ledger.copies, self.copies.seen(inputs, rows))
         return draw
 
@@ -214,17 +230,21 @@ class OrderedLoader(DataLoader[Any]):
         """The ledger counts the turns of an order."""
 
 
-def check_values(handed: Marks, drawn: Sequence[int], rows: Sequence[int], inputs: Mapping[str, Tensor]) -> None:
-    """Raises ``InputError`` where an entry of ``inputs``, which holds ``rows``, is not as the batch was ``handed`` out that
-    holds the rows ``drawn``."""
+def checked_values(handed: Handed, drawn: Sequence[int], rows: Sequence[int], inputs: Mapping[str, Tensor]) -> Alone:
+    """The shapes that ``rows`` have alone. Raises ``InputError`` where an entry of ``inputs``, which holds them, is not as
+    the batch was ``handed`` out that holds the rows ``drawn``."""
     places = {row: place for place, row in enumerate(drawn)}
-    found = changed(handed, [places[row] for row in rows], inputs)
+    order = [places[row] for row in rows]
+    found = changed(handed.marks, order, inputs)
     if found is not None:
-        has = "is not as the loader handed it out" if found[0] in handed else "is in no batch that the loader handed out"
+        has = (
+            "is not as the loader handed it out" if found[0] in handed.marks else "is in no batch that the loader handed out"
+        )
         raise InputError(
             f"{found[0]} of row {rows[found[1]]} {has}. What a text becomes must depend on "
             "that text alone: change it in the data set or in the collate function"
         )
+    return {name: [shapes[place] for place in order] for name, shapes in handed.alone.items()}
 
 
 def checked_loader(loader: Any) -> tuple[Any, int]:

@@ -32,6 +32,7 @@ from rasura.runs.loop_checks import (
 from rasura.runs.noise_target import solved
 from rasura.victims.padding import check_padding, takes_mask
 from rasura.victims.step import Kept, defended, message_for
+from rasura.victims.unmasked import check_unmasked
 
 
 class ProtectedTraining(NamedTuple):
@@ -170,6 +171,9 @@ class _Protected:
         step = _Step(self.guard, self.ledger, draw, rows, isinstance(self.rng, SecretGenerator), released)
         self.guard.inside = True
         try:
+            if self.loader is not None and self.loader.alone:
+                with defended(model, defense):
+                    check_unmasked(model, inputs, self.loader.alone)
             message, loss, _ = message_for(
                 model, inputs, rows, defense, self.rng, expected=self.expected, record=step.sizes.extend,
                 most=self.most, counts=counts, kept=kept,
