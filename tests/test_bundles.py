@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -107,6 +108,28 @@ def test_other_data_or_weights_are_refused(file: Path) -> None:
     assert "did not store a fingerprint" in Reproduction({**content, "about": {}}).unchecked[0]
     with pytest.raises(InputError, match="only audits of updates"):
         Reproduction({**content, "plan": {**content["plan"], "kind": "service"}})
+
+
+def test_other_reference_text_is_refused(tmp_path: Path, model_folder: Path) -> None:
+    """A changed file gave "different", and no reason."""
+    public = tmp_path / "public.jsonl"
+    public.write_text(json.dumps({"text": "the harbour opens at noon"}) + "\n")
+    plan = plan_for(model_folder, attacks=("blind",), defenses=("none",), reference=str(public))
+    list(audit(plan, out=tmp_path / "run"))
+    made = bundle(tmp_path / "run", tmp_path / "b.json")
+    moved = str(shutil.copy(public, tmp_path / "moved.jsonl"))
+    public.write_text(json.dumps({"text": "a different text about ships"}) + "\n")
+    with pytest.raises(InputError, match="the reference text here is not that of the run"):
+        Reproduction(read_bundle(made))
+    asked = ["reproduce", str(made), "--device", "cpu", "--attack", "blind", "--cells", "1"]
+    assert CliRunner().invoke(app, [*asked, "--reference", moved]).exit_code == 0
+
+
+def test_other_methods_of_a_researcher_are_refused(file: Path) -> None:
+    content = read_bundle(file)
+    about = {**content["about"], "code of own methods": "0" * 16}
+    with pytest.raises(InputError, match="the code of own methods here is not that of the run"):
+        Reproduction({**content, "about": about})
 
 
 def test_a_changed_file_is_refused(file: Path, tmp_path: Path) -> None:

@@ -88,14 +88,15 @@ def reproduce(
     ] = 3,
     data: Annotated[str | None, typer.Option(help="the data file of the run, if it is elsewhere")] = None,
     model: Annotated[str | None, typer.Option(help="the model of the run, if it is elsewhere")] = None,
+    reference: Annotated[str | None, typer.Option(help="the reference text of the run, if it is elsewhere")] = None,
     device: StepDevice = "auto",
     as_json: Json = False,
 ) -> None:
     """Run cells of a bundled audit again and say whether their figures come back.
 
     Guessing is left out unless --attack names it, and cells without a score unless there are no others. The command refuses
-    data or weights that are not those of the run, and says where the run is unfinished. Exit code 1: a figure did not come
-    back, or no cell has one.
+    data, reference text or weights that are not those of the run, and says where the run is unfinished. Exit code 1: a
+    figure did not come back, or no cell has one.
 
     Example: rasura reproduce audit.json --attack span --cells 2
     """
@@ -103,7 +104,7 @@ def reproduce(
 
     content = read_bundle(file)
     with err.status("loading the model and the data"):
-        again = Reproduction(content, data=data, model=model, device=device_named(device))
+        again = Reproduction(content, data=data, model=model, reference=reference, device=device_named(device))
     found = []
     for cell in again.cells(attack, defense, cells or None):
         found.append(again.again(cell))

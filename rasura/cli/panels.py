@@ -99,7 +99,9 @@ UNSET_IN: Mapping[str, Mapping[str, str]] = {
         "optimizer": "that of --rows, or adamw",
     },
     "train": {"unit": "each text by itself"},
-    "reproduce": {"attack": "all", "defense": "all", "data": "where the run had it", "model": "where the run had it"},
+    "reproduce": {
+        "attack": "all", "defense": "all", **dict.fromkeys(("data", "model", "reference"), "where the run had it"),
+    },
     "study": {
         "model": "the study's", "limit": "the study's", "budget": "the study's", "attack": "the study's",
         "batch_size": "the study's", "defense": "the study's", "folder": "runs/studies/NAME",

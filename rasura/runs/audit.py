@@ -6,7 +6,7 @@ Its stages are modules: the plan is checked (``chosen_methods``), data and model
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import chain
@@ -44,7 +44,7 @@ from rasura.runs.audit_data import AuditData, encoded_data, load_data
 from rasura.runs.audit_models import AuditModels, load_language_model, load_victim, on_cpu
 from rasura.runs.cells import Cell, by_step, enumerated
 from rasura.runs.chosen_methods import chosen_methods
-from rasura.runs.described import code_of, describe_run, own_methods, unproven
+from rasura.runs.described import code_of, describe_run, of_model, own_methods, unproven
 from rasura.runs.estimate import FIRST, all_seconds, image_seconds, load_of, measured_step
 from rasura.runs.guesses import well_formed
 from rasura.runs.lending import Lending
@@ -118,11 +118,16 @@ class Audit:
             store.add(record)
             yield record
 
+    @property
+    def fixed(self) -> dict[str, str | Mapping[str, str]]:
+        """Fingerprints of all that the results depend on, by name: the model, the texts, public ones too, and methods."""
+        texts = self.data.fixed(self.plan.skip)
+        return {**of_model(self.victim), **texts, **self.lending.fixed, "code of own methods": code_of(self.own)}
+
     def describe(self, store: RunStore) -> None:
         """Store what the run is of. Raises ``InputError`` if ``store`` holds results of other weights, texts or methods."""
-        fixed = {**self.data.fixed(self.plan.skip), **self.lending.fixed, "code of own methods": code_of(self.own)}
-        describe_run(store, self.victim, len(self.cells), self.defenses, self.methods.defenses, self.attacks,
-                     self.methods.attacks, fixed, unproven(self.defenses))  # fmt: skip
+        describe_run(store, len(self.cells), self.defenses, self.methods.defenses, self.attacks, self.methods.attacks,
+                     self.fixed, unproven(self.defenses))  # fmt: skip
 
     def left(self, store: RunStore) -> list[list[Cell]]:
         """The cells that ``store`` lacks, grouped by the step that they share."""

@@ -17,7 +17,6 @@ from rasura.core.run_store import RunStore, changed
 from rasura.report.scores import BLIND
 from rasura.runs.audit import Audit
 from rasura.runs.cells import Cell
-from rasura.runs.described import of_model
 from rasura.runs.plans import plan_of
 
 FORMAT = "rasura bundle 1"
@@ -90,20 +89,23 @@ class Returned:
 
 
 class Reproduction:
-    """The audit of a bundle, ready to run its cells again. ``data``, ``model``: where they are on this machine.
+    """The audit of a bundle, ready to run its cells again. ``data``, ``model``, ``reference``: where they are on this
+    machine.
 
-    Raises ``InputError`` for a bundle that is no audit of updates, and if the data or the weights here are not those of the
-    run: another figure would then say nothing. ``unchecked``: what could not be checked, in words.
+    Raises ``InputError`` for a bundle that is no audit of updates, and if the data, the weights, the reference text or the
+    code of own methods here are not those of the run: another figure would then say nothing. ``unchecked``: what could not
+    be checked, in words.
     """
 
     def __init__(
-        self, content: Mapping[str, Any], *, data: str | None = None, model: str | None = None, device: str = "cpu"
-    ) -> None:
+        self, content: Mapping[str, Any], *, data: str | None = None, model: str | None = None,
+        reference: str | None = None, device: str = "cpu",
+    ) -> None:  # fmt: skip
         held = {k: v for k, v in content["plan"].items() if k != "label_names" and v is not None}
         if "kind" in held:
             raise InputError(f"the bundle is of a run of kind {held['kind']}; only audits of updates can be run again")
         plan = plan_of(held, "the bundle's plan")
-        plan = replace(plan, data=data or plan.data, model=model or plan.model)
+        plan = replace(plan, data=data or plan.data, model=model or plan.model, reference=reference or plan.reference)
         self.records = {_place(r): r for r in content["records"]}
         self.prepared = Audit(plan, device=device)
         (name,) = {r["data"] for r in content["records"]}
@@ -111,7 +113,7 @@ class Reproduction:
             raise InputError(
                 f"the data here is not that of the run (fingerprint {self.prepared.data_name}, expected {name})"
             )
-        told, here = content["about"], {**of_model(self.prepared.victim), **self.prepared.lending.fixed}
+        told, here = content["about"], self.prepared.fixed
         for name in (name for name in here if name in told):
             if said := changed(told[name], here[name]):
                 raise InputError(f"the {name} here is not that of the run ({said})")

@@ -18,7 +18,6 @@ from rasura.victims.loading import Victim
 
 def describe_run(
     store: RunStore,
-    victim: Victim,
     cells: int,
     protections: Iterable[str],
     defenses: Mapping[str, DefenseSpec] | Mapping[str, ServiceProtectionSpec],
@@ -27,13 +26,12 @@ def describe_run(
     fixed: Mapping[str, str | Mapping[str, str]],
     compositions: Mapping[str, str] | None = None,
 ) -> None:
-    """Store the fingerprints of ``victim``, the number of ``cells`` that the run has, from the specs what each of
-    ``protections`` and ``attacks`` is, and ``fixed``: by name, fingerprints of what else all results depend on. A guarantee
-    is stored as ``unchecked`` where the method is not Rasura's own. ``compositions``: why no differential privacy is proven
-    for each whole protection; empty where it is.
+    """Store the number of ``cells`` that the run has, from the specs what each of ``protections`` and ``attacks`` is, and
+    ``fixed``: by name, fingerprints of what all results depend on, the model first (``of_model``). A guarantee is stored as
+    ``unchecked`` where the method is not Rasura's own. ``compositions``: why no differential privacy is proven for each
+    whole protection; empty where it is.
 
-    The weights are hashed at each call, since they may have changed after the last one. Raises ``InputError`` if the folder
-    holds results of other weights, or of anything else that is fixed: a run must not mix two.
+    Raises ``InputError`` if the folder holds results of anything else that is fixed: a run must not mix two.
     """
     told = {
         name: {"about": spec.about, "source": spec.source, "guarantee": getattr(spec, "guarantee", "none")}
@@ -43,16 +41,14 @@ def describe_run(
         if (spec := defenses.get(name)) is not None
     }
     reads = {name: {"about": known[name].about, "source": known[name].source} for name in attacks if name in known}
-    model = of_model(victim)
     about = {
-        **model,
         **fixed,
         "cells": cells,
         "protections": told,
         "attacks": reads,
         "compositions": dict(compositions or {}),
     }
-    store.describe(about, fixed=(*model, *fixed))
+    store.describe(about, fixed=tuple(fixed))
 
 
 def unproven(defenses: Mapping[str, Defense]) -> dict[str, str]:
@@ -62,7 +58,8 @@ def unproven(defenses: Mapping[str, Defense]) -> dict[str, str]:
 
 
 def of_model(victim: Victim) -> dict[str, str | Mapping[str, str]]:
-    """What tells the model of a run from others, with its tokenizer, for ``RunStore.describe``."""
+    """What tells the model of a run from others, with its tokenizer, for ``RunStore.describe``. The weights are hashed at
+    each call, since they may have changed after the last one."""
     sides = {f"tokenizer_{name}": str(getattr(victim.tokenizer, name, None)) for name in ("padding_side", "truncation_side")}
     return fingerprints("model", victim.model, victim.vocabulary, {"most_tokens": str(victim.max_length), **sides})
 

@@ -28,7 +28,7 @@ from rasura.data.text import Example, columns_of, load_examples
 from rasura.registry import SERVICE_ATTACKS, SERVICE_METRICS, SERVICE_PROTECTIONS, service_attack
 from rasura.registry.services import check_same, files_of
 from rasura.runs.attempt import MACHINE, Outcome, attempt, meddled, peak_mb
-from rasura.runs.described import describe_run, own_code
+from rasura.runs.described import describe_run, of_model, own_code
 from rasura.runs.scoring import likeness, recovered_texts, service_scores, versions
 from rasura.runs.service_plan import ServicePlan
 from rasura.runs.training import Training
@@ -129,9 +129,9 @@ class ServiceAudit:
         attacks = self.plan.attacks
         protections = (one.spec for one in self.plan.parsed.values())
         own = own_code([*(SERVICE_ATTACKS[name] for name in attacks), *protections, *SERVICE_METRICS.values()])
-        fixed: dict[str, str | Mapping[str, str]] = {"data set": self.data, **own}
+        fixed: dict[str, str | Mapping[str, str]] = {**of_model(self.victim), "data set": self.data, **own}
         fixed |= {"file of a protection": self.files} if self.files else {}
-        describe_run(store, self.victim, len(self.cells), self.columns, SERVICE_PROTECTIONS, attacks, SERVICE_ATTACKS, fixed)
+        describe_run(store, len(self.cells), self.columns, SERVICE_PROTECTIONS, attacks, SERVICE_ATTACKS, fixed)
         for (protection, drawn), cells in groupby(self.cells, key=lambda cell: (cell.protection, cell.drawn)):
             uploaded = cache(partial(self._uploaded, protection, drawn))
             services = {"uploaded": uploaded, "trained": cache(partial(self._trained, protection, uploaded))}
