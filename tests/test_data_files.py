@@ -59,6 +59,41 @@ def test_excel_s_csv_simply_works(tmp_path: Path, encoding: str, separator: str,
     assert {";": "separator semicolon" in line, "\t": "separator tab" in line, ",": "separator" not in line}[separator]
 
 
+@pytest.mark.parametrize(
+    ("encoding", "text"),
+    [
+        ("gb2312", "患者李小明住院治疗三天"),
+        ("big5", "患者李小明住院治療三天"),
+        ("euc_kr", "환자는 병원에 입원했다"),
+        ("cp1251", "Пациент Иванов поступил в больницу"),
+        ("koi8_r", "Пациент Иванов поступил в больницу"),
+        ("cp1253", "Η Μαρία ζει στην Αθήνα"),
+        ("cp1250", "Pacjent Łukasz Żółć zgłosił ból"),
+        ("mac_roman", "Der Müller heißt Jürgen"),
+        ("mac_roman", "El niño comió mañana en Málaga"),
+    ],
+)
+def test_text_of_another_encoding_is_not_read_as_western(tmp_path: Path, encoding: str, text: str) -> None:
+    """It was read as cp1252: other letters, of which each was private text to the audit."""
+    (tmp_path / "notes.csv").write_bytes(f"text,label\n{text},1\n".encode(encoding))
+    with pytest.raises(InputError, match="not text of a Western European language; save it as UTF-8") as refused:
+        load_examples(tmp_path / "notes.csv")
+    assert text.encode(encoding).decode("cp1252") not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Öl", "été", "Die Größe der Tür: „fünf m²“ und 3 m³ Öl, 20 °C für 20 €", "L’été, « l'élève » naïf a mangé à L’HAŸ",
+        "¿Qué pasó? ¡El niño añadió 1ª y 2º!", "Não há ações nem corações", "På ö är æbler; Åse får øl og smørrebrød",
+        "Hääyöaie, jäätelö ja jäääär", "W/m²K, ½ cup, 5±2 µg ©2020 – “yes”…", "ÉCOLE ET ÉTÉ, MÜLLER, ŒUVRE", "col·legi",
+    ],
+)  # fmt: skip
+def test_western_text_in_cp1252_is_read(tmp_path: Path, text: str) -> None:
+    (tmp_path / "notes.jsonl").write_bytes(json.dumps({"text": text}, ensure_ascii=False).encode("cp1252"))
+    assert [e.text for e in load_examples(tmp_path / "notes.jsonl")] == [text]
+
+
 def test_a_plain_file_needs_no_words(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "a.csv").write_text("text,label\nÄrger und Öl,1\n", encoding="utf-8")
     with caplog.at_level(logging.INFO, "rasura.data"):
@@ -161,7 +196,9 @@ ANY = st.characters(exclude_categories=["Cs"], exclude_characters="\0\ufeff")
 def test_what_was_written_is_read(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     path = tmp_path_factory.getbasetemp() / f"round.{data.draw(st.sampled_from(['csv', 'jsonl', 'parquet']))}"
     encoding = data.draw(st.sampled_from(["utf-8", "utf-8-sig", "utf-16", "latin-1"]))
-    letters = st.text(LATIN if encoding == "latin-1" and path.suffix == ".csv" else ANY, min_size=1, max_size=30)
+    latin = encoding == "latin-1" and path.suffix == ".csv"
+    letters = st.text(LATIN if latin else ANY, min_size=1, max_size=30)
+    letters = letters.map(" ".join) if latin else letters  # letters at random would be words of no Western language
     texts = data.draw(st.lists(letters.filter(str.strip), min_size=1, max_size=6))
     rows = [{"text": t, "label": k % 3} for k, t in enumerate(texts)]
     if path.suffix == ".parquet":

@@ -20,14 +20,24 @@ _ENDS = re.compile(r"(?<=\n)|(?<=\r)(?!\n)")
 
 _MARKS = ((codecs.BOM_UTF8, "UTF-8"), (codecs.BOM_UTF16_LE, "UTF-16-LE"), (codecs.BOM_UTF16_BE, "UTF-16-BE"))
 
+_SIGNS = "¡¢£¤¥¦§¨¬¯±²³´¶¸¹¼½¾¿×÷†‡‰ˆ˜"
+_LETTER = r"[^\W\d_]"
+_STRANGE = re.compile(
+    rf"(?!(.)\1\1)(?:(?=[^\x00-\x7f])(?:{_LETTER}|[{_SIGNS}])){{3}}"  # three in a row that are not a to z
+    rf"|{_LETTER}[¡¢£¤¥¦§¬¯²³¶¹¼½¾¿†‡‰][a-z]"  # a sign within a word
+    rf"|[a-z][ŠŽŸÀ-ÖØ-Þ][a-zß-öø-ÿ]|[a-z][ŽŸ]"  # a capital within a word
+    rf"|{_LETTER}[„‚]{_LETTER}"  # a quote that opens within a word
+)
+"""What words of Western European languages do not have."""
+
 
 class Lines:
     """The lines of ``path`` with their ends, decoded while they are read.
 
     A byte order mark decides between UTF-8 and UTF-16. Without one, the encoding stays undecided until the first byte that
     is not ASCII: it is UTF-8 if the piece around that byte decodes as such, otherwise cp1252, which includes the letters of
-    Latin-1. ``encoding`` is the encoding found so far. Iterating raises ``InputError`` for undecodable bytes, zero bytes and
-    lines above ``MAX_LINE``.
+    Latin-1. ``encoding`` is the encoding found so far. Iterating raises ``InputError`` for undecodable bytes, zero bytes,
+    lines above ``MAX_LINE``, and where that piece is not Western European text in cp1252.
     """
 
     def __init__(self, path: Path) -> None:
@@ -104,7 +114,20 @@ class Lines:
         # Text of one byte a letter hardly ever holds a valid UTF-8 sequence: a file that has both kinds is damaged UTF-8.
         valid = sum(not c.isascii() for c in piece.decode("utf-8", errors="ignore"))
         broken = piece.decode("utf-8", errors="replace").count("\ufffd")
-        return "UTF-8" if valid >= broken else "cp1252"
+        if valid >= broken:
+            return "UTF-8"
+        if not _western(piece.decode("cp1252", errors="ignore")):
+            raise InputError(
+                f"{self.path} is not UTF-8, and read as cp1252 it is not text of a Western European language; save it as "
+                "UTF-8, in an editor or with iconv -f ENCODING -t UTF-8"
+            )
+        return "cp1252"
+
+
+def _western(text: str) -> bool:
+    """Whether few of the words with letters beyond ASCII are ``_STRANGE``, as in another encoding read as cp1252."""
+    words = [w for w in text.split() if not w.isascii()]
+    return 5 * sum(bool(_STRANGE.search(w)) for w in words) < max(1, len(words))
 
 
 def _without_half_a_character(piece: bytes) -> tuple[bytes, bytes]:
