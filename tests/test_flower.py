@@ -53,6 +53,9 @@ def test_flower_trains_as_its_own_fedavg_does(defense: str, keys: Keys) -> None:
     figures = result.train_metrics_clientapp[2]
     assert figures["rasura-bytes"] > 1000
     assert figures.get("rasura-beyond") == (None if defense == "none" else 0)
+    # The server returns the model where it has it, and nothing that looks like it elsewhere.
+    returned = {n: torch.tensor(a.numpy()) for n, a in result.arrays.items()}
+    assert largest(returned, dict(found)) == 0 if not made.collector.aggregate else not returned
     # Clients evaluate the opened model: the figure is that of plain FedAvg.
     sizes = [r.evaluate_metrics_clientapp[2]["size"] for r in (plain, result)]
     assert sizes[0] == pytest.approx(sizes[1], abs=0.1)
@@ -376,3 +379,26 @@ def test_the_app_counts_rounds_with_noise_in_a_file_and_goes_on_there(
         simulated(app_modules, folder, ledger=str(ledger), **noise)
         assert len(ledger.read_text().splitlines()) == 1 + 2 * runs
         assert f"in the {2 * runs} rounds that this ledger counted" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("flower")
+def test_a_start_other_than_the_agreed_one_is_refused_and_so_is_measuring_a_sealed_model(keys: Keys) -> None:
+    from rasura.integrations.flower import strategy
+    from rasura.integrations.flower.library import record
+
+    def measured(number: int, arrays: Any) -> None:
+        seen.append(number)
+
+    seen: list[int] = []
+    clients, server = sides("none", keys)
+    begin = {"grid": LocalGrid(range(3), app_of(clients)), "num_rounds": 1, "evaluate_fn": measured}
+    other = record({n: t + 1 for n, t in server.start.items()})
+    for wrong in (other, record(dict(list(server.start.items())[1:]))):
+        with pytest.raises(InputError, match="initial_arrays are not the agreed weights"):
+            strategy(server).start(**begin, initial_arrays=wrong)
+    strategy(server).start(**begin, initial_arrays=record(server.start))
+    assert seen == [0, 1]
+    clients, server = sides("sealing:param=0.1/embeddings=sealed/scheme=bfv", keys)
+    with pytest.raises(InputError, match="evaluate_fn would measure a model that the server does not have"):
+        strategy(server, first_scale=FIRST).start(**{**begin, "grid": LocalGrid(range(3), app_of(clients))})
+    assert seen == [0, 1]

@@ -37,7 +37,7 @@ from rasura.integrations.flower.library import (
     sent_metrics,
     weighed,
 )  # fmt: skip
-from rasura.integrations.flower.rounds import Ticket, opened, protected
+from rasura.integrations.flower.rounds import Ticket, check_start, opened, protected
 from rasura.integrations.flower.scales import Scale, block_scales, each, read_scale
 from rasura.integrations.flower.secure_sums import KEYS, TRAIN, Call, Masking, State, answered
 
@@ -176,8 +176,9 @@ def strategy(
     ``ledger`` is a file that counts each round with noise before it is opened, and in which a later run counts on; or it is
     another run's ledger (``SumLedger.read`` of ``collector.ledger.state_dict()``).
 
-    Raises ``InputError`` for a secret context and for more clients than the keys fit, before anything is sent, and
-    ``RoundFailed`` for a round of fewer than ``min_clients`` valid updates.
+    ``start`` takes no other ``initial_arrays`` than the agreed weights. Where keys seal anything, it refuses ``evaluate_fn``
+    and returns no ``arrays``. Raises ``InputError`` for a secret context and for more clients than the keys fit, before
+    anything is sent, and ``RoundFailed`` for a round of fewer than ``min_clients`` valid updates.
     """
     _, strategies = flower()
     collector = Collector(agreement, min_clients, max_examples, first_scale, log, capture, allow_few_clients, earlier=ledger)
@@ -207,8 +208,14 @@ class _Protected(_Base):  # type: ignore[misc]  # its other base is Flower's Fed
         self.timeout, self.stage_bytes = 3600.0, 0
 
     def start(self, grid: Any, initial_arrays: Any = None, **rest: Any) -> Any:
+        if initial_arrays is not None:
+            check_start(self.agreement, as_tensors({n: a.numpy() for n, a in initial_arrays.items()}))
+        if self.agreement.sealed and rest.get("evaluate_fn") is not None:
+            raise InputError(
+                "evaluate_fn would measure a model that the server does not have: it is sealed; let clients do it"
+            )
         self.timeout = rest.get("timeout", 3600.0)
-        return super().start(grid, record(self.agreement.start) if initial_arrays is None else initial_arrays, **rest)
+        return super().start(grid, record(self.agreement.start), **rest)
 
     def _ask(self, grid: Any, number: int, stage: str, data: Mapping[int, bytes]) -> list[tuple[int, object]]:
         """One stage of a secure sum: what each client answers; nothing of those who do not."""
@@ -279,7 +286,9 @@ class _Protected(_Base):  # type: ignore[misc]  # its other base is Flower's Fed
         if self.collector.ledger.rounds:
             told["rho"] = self.collector.ledger.rho
         kept = [f for m, f in sent if m.metadata.src_node_id in counted]
-        return record(self.collector.clear), weighed(kept, f"round {server_round}, training")[0]
+        # Of a sealed model the server has no more than a mixture with the public start.
+        found = None if self.agreement.sealed else record(self.collector.clear)
+        return found, weighed(kept, f"round {server_round}, training")[0]
 
     def configure_evaluate(self, server_round: int, arrays: Any, config: Any, grid: Any) -> list[Any]:
         return self._ticketed(server_round, super().configure_evaluate(server_round, arrays, config, grid))

@@ -56,6 +56,16 @@ class Opened:
     moved: Mapping[str, Tensor]
 
 
+def check_start(agreement: Agreement, weights: Mapping[str, Tensor]) -> None:
+    """Raises ``InputError`` for weights that are not the agreed ones, from which the clients train."""
+    start = {n: t.detach().cpu() for n, t in agreement.start.items()}
+    if set(weights) != set(start) or not all(torch.equal(weights[n], start[n]) for n in start):
+        raise InputError(
+            "initial_arrays are not the agreed weights, from which the clients train; leave them out. To go on from other "
+            "weights, load them into the model given to agree, on the server and on every client"
+        )
+
+
 def opened(agreement: Agreement, clear: Mapping[str, Tensor], aggregate: bytes) -> Opened:
     """The model in ``clear`` (tensors that are not sealed as a whole) and ``aggregate``. Needs the secret key. Raises
     ``InputError`` if shapes, keys, the mask or counts differ from the agreement, and for a sum of too few clients.
