@@ -43,10 +43,10 @@ def labels_of(place: Path, folder: Path, file: Path, **given: Any) -> list[list[
     return [[int(r.labels[0]) for r in rows] for rows in task.texts(context)]
 
 
-def named(folder: Path, *names: str) -> Path:
+def named(folder: Path, *names: str, first: int = 20) -> Path:
     """A file with one text for each label."""
-    place = folder / f"{'-'.join(names)}.csv"
-    place.write_text("text,label\n" + "".join(f"w{20 + k} w{60 + k},{n}\n" for k, n in enumerate(names)))
+    place = folder / f"{'-'.join(names)}-{first}.csv"
+    place.write_text("text,label\n" + "".join(f"w{first + k} w{60 + k},{n}\n" for k, n in enumerate(names)))
     return place
 
 
@@ -57,7 +57,8 @@ def test_names_of_labels_are_the_same_classes_for_every_client(app_modules: Path
             labels_of(app_modules, folder, file)
     agreed = {"classes": "negative, positive"}
     assert labels_of(app_modules, folder, one, **agreed) == [[1, 0, 1, 0, 0], [1]]
-    assert labels_of(app_modules, folder, other, **agreed, test=str(one)) == [[0, 1, 0, 1, 0, 1], [1, 0, 1, 0, 1, 0]]
+    fresh = named(folder, *["positive", "negative"] * 3, first=30)
+    assert labels_of(app_modules, folder, other, **agreed, test=str(fresh)) == [[0, 1, 0, 1, 0, 1], [1, 0, 1, 0, 1, 0]]
     with pytest.raises(InputError, match="not one of the model's classes"):
         labels_of(app_modules, folder, named(folder, "neutral", "positive"), **agreed)
     with pytest.raises(InputError, match="has the classes negative, positive; "):
@@ -190,6 +191,29 @@ def test_the_app_measures_texts_that_were_kept_back_or_says_that_there_are_none(
     rounds = simulated(app_modules, folder, limit=1)
     assert [(r["evaluate"], r["server"]["evaluated"]) for r in rounds.values()] == [({}, 0)] * 2
     assert "2 of 2 clients are left out" in said.text
+
+
+@pytest.mark.parametrize(("different", "held"), [(10, 2), (5, 1), (4, 0)])
+def test_no_text_that_is_measured_on_is_trained_on(different: int, held: int, app_modules: Path, folder: Path) -> None:
+    from flwr.app import Context, RecordDict
+
+    task = importlib.import_module("federated.task")
+    rows = [{"text": f"w{20 + k % different} w60", "label": k % 2} for k in range(4 * different)]
+    file = folder / "copies.jsonl"
+    file.write_text("".join(json.dumps(r) + "\n" for r in rows))
+
+    def texts(**given: Any) -> list[list[tuple[int, ...]]]:
+        config = configured(app_modules, folder, **given)
+        found = task.texts(Context(1, 0, {"data": str(file)}, RecordDict(), config))
+        return [[tuple(r.input_ids[0].tolist()) for r in part] for part in found]
+
+    train, kept = texts()
+    assert len(kept) == len(set(kept)) == held and not set(kept) & set(train)
+    assert len(train) == 4 * (different - held), "all copies of a text are on one side"
+    other = folder / "test.jsonl"
+    other.write_text("".join(json.dumps({"text": t, "label": 1}) + "\n" for t in ("w20 w60", "w99 w60", "w99 w60")))
+    train, kept = texts(test=str(other))
+    assert len(train) == 4 * different and len(kept) == 1 and not set(kept) & set(train)
 
 
 def test_the_app_has_no_accuracy_of_outputs_that_are_not_finite(app_modules: Path, folder: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import subprocess
 import sys
 import tomllib
@@ -18,6 +19,7 @@ from rounds_setting import DEFENSES, FIRST, averaged, keys, largest, model, side
 
 from rasura.core.interfaces import InputError
 from rasura.core.wire import from_bytes
+from rasura.data.fictional import fictional_notes
 from rasura.defenses.homomorphic_keys import Context as Keys
 from rasura.defenses.homomorphic_keys import make_keys
 from rasura.integrations.flower.agreement import agree, read_scales
@@ -164,9 +166,15 @@ def test_without_data_each_client_has_enough_notes_of_both_kinds(app_modules: Pa
     import importlib
 
     from flwr.app import Context, RecordDict
+    from transformers import BertTokenizerFast
 
     config = tomllib.loads((app_modules / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
     config |= {"model": str(folder / "model")}
+    # A vocabulary that tells the notes apart.
+    words = {w for n in fictional_notes(240) for w in re.findall(r"[a-z]+|[^a-z0-9 ]", n.text.lower())}
+    digits = [f"{before}{d}" for before in ("", "##") for d in range(10)]
+    kept = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", "[MASK]", *digits, *sorted(words)]
+    BertTokenizerFast(vocab={w: k for k, w in enumerate(kept)}, model_max_length=64).save_pretrained(str(folder / "model"))
     task = importlib.import_module("federated.task")
     for part in range(3):
         rows, held = task.texts(Context(1, part, {"partition-id": part, "num-partitions": 3}, RecordDict(), config))
