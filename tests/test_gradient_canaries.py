@@ -158,27 +158,60 @@ def test_a_loss_without_its_backward_pass_counts_for_nobody() -> None:
     assert ledger.releases == canaries.releases == 1
 
 
-@pytest.mark.slow
-def test_the_trainer_keeps_canaries_with_its_checkpoints(tmp_path: Path) -> None:
+def trainer(output: Path, canaries: rasura.GradientCanaries, epochs: int, *callbacks: Any) -> rasura.PrivateTrainer:
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
+    arguments = transformers.TrainingArguments(
+        str(output), num_train_epochs=epochs, per_device_train_batch_size=12, save_strategy="epoch", use_cpu=True,
+        report_to=[], disable_tqdm=True,
+    )  # fmt: skip
+    model = tiny("bert", "classification", num_labels=2)
+    return rasura.PrivateTrainer(
+        model, arguments, collate, DATA, defense="dp-sgd:1.0", canaries=canaries, callbacks=list(callbacks)
+    )
 
-    def trainer(canaries: rasura.GradientCanaries, epochs: int) -> rasura.PrivateTrainer:
-        arguments = transformers.TrainingArguments(
-            str(tmp_path), num_train_epochs=epochs, per_device_train_batch_size=12, save_strategy="epoch", use_cpu=True,
-            report_to=[], disable_tqdm=True,
-        )  # fmt: skip
-        model = tiny("bert", "classification", num_labels=2)
-        return rasura.PrivateTrainer(model, arguments, collate, DATA, defense="dp-sgd:1.0", canaries=canaries)
 
-    first = rasura.GradientCanaries(50)
-    trainer(first, 1).train()
-    assert first.releases == 2 and (tmp_path / "checkpoint-2" / "rasura_canaries.json").stat().st_mode & 0o077 == 0
-    second = rasura.GradientCanaries(50)
-    resumed = trainer(second, 2)
+def test_nothing_that_is_uploaded_in_a_training_holds_the_coins(tmp_path: Path) -> None:
+    """They lay in the checkpoints, which wandb, MLflow and the hub are given; DVC is given the whole output folder."""
+    transformers = pytest.importorskip("transformers")
+    given: list[str] = []
+
+    class Uploads(transformers.TrainerCallback):  # type: ignore[misc,name-defined]  # transformers has no types here
+        def on_save(self, args: Any, *rest: Any, **more: Any) -> None:
+            files = [f for f in Path(args.output_dir).rglob("*") if f.is_file()]
+            given.extend(str(f.relative_to(args.output_dir)) for f in files)
+            assert not [f for f in files if "canar" in f.name or b'"included"' in f.read_bytes()]
+
+    out, kept = tmp_path / "out", tmp_path / "out.canaries"
+    first, second, third = (rasura.GradientCanaries(50) for _ in range(3))
+    trainer(out, first, 1, Uploads()).train()
+    assert "checkpoint-2/rasura_ledger.json" in given and first.releases == 2
+    assert (kept / "checkpoint-2.json").stat().st_mode & 0o077 == 0 and kept.stat().st_mode & 0o077 == 0
+    second.load(kept / "checkpoint-2.json")
+    assert (second.included == first.included).all() and second.releases == 2
+    (kept / "checkpoint-2.json").rename(out / "moved.json")
+    with pytest.raises(InputError, match=r"file of canaries \S+out\.canaries/checkpoint-2\.json cannot be read"):
+        trainer(out, third, 2).train(resume_from_checkpoint=True)
+    (tmp_path / "other.canaries").touch()
+    refused = trainer(tmp_path / "other", third, 1)
+    with pytest.raises(InputError, match=r"other\.canaries cannot be made .* choose another output_dir"):
+        refused.train()
+    assert third.releases == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("earlier", [False, True])
+def test_the_trainer_keeps_canaries_with_its_checkpoints(tmp_path: Path, earlier: bool) -> None:
+    out, first, second = tmp_path / "out", rasura.GradientCanaries(50), rasura.GradientCanaries(50)
+    trainer(out, first, 1).train()
+    kept = tmp_path / "out.canaries" / "checkpoint-2.json"
+    if earlier:  # as earlier versions kept them
+        kept.rename(out / "checkpoint-2" / "rasura_canaries.json")
+    resumed = trainer(out, second, 2)
     resumed.train(resume_from_checkpoint=True)
     assert (second.included == first.included).all() and second.releases == 4
     assert resumed.ledger is not None and second.measure(resumed.ledger).bound.canaries == 50
+    assert kept.with_name("checkpoint-4.json").exists()
 
 
 @pytest.mark.parametrize(("plain", "gaussian", "says"), [

@@ -27,7 +27,7 @@ from rasura.runs.marks import texts_of
 from rasura.runs.private import protect_training
 
 CANARIES = "rasura_canaries.json"
-"""The canaries' file in a checkpoint's folder, beside the ledger's. It must stay secret until the training ends."""
+"""The canaries' file in a checkpoint's folder, where earlier versions wrote it."""
 
 
 class PrivateTrainer(transformers.Trainer):  # type: ignore[misc]  # transformers has no types here
@@ -183,7 +183,10 @@ class PrivateTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
             self.ledger.load(Path(str(place)) / LEDGER)
             self._check_newest(Path(str(place)))
             if self.canaries is not None:
-                self.canaries.load(Path(str(place)) / CANARIES)
+                own, old = _canaries_of(Path(str(place))), Path(str(place)) / CANARIES
+                self.canaries.load(old if old.exists() and not own.exists() else own)
+        if self.canaries is not None and self.args.save_strategy != "no":
+            _place_for(Path(str(self.args.output_dir)) / PREFIX_CHECKPOINT_DIR)
         try:
             return super().train(resume_from_checkpoint, ignore_keys_for_eval=ignore_keys_for_eval)
         finally:
@@ -215,10 +218,10 @@ class PrivateTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         if self.control.should_training_stop:
             self._end_early()
+        if self.canaries is not None:  # first, so that no checkpoint has those of another training
+            folder = Path(self._get_output_dir(trial=None)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+            self.canaries.save(_place_for(folder))
         super()._save_checkpoint(model, trial)
-        folder = Path(self._get_output_dir(trial=None)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        if self.canaries is not None:
-            self.canaries.save(folder / CANARIES)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As ``Trainer.save_model``, with the ledger beside the weights: a training that begins from them names it."""
@@ -241,3 +244,23 @@ def _step_of(checkpoint: Path) -> int:
     """The step of a checkpoint's folder by its name; 0 for a folder with another one."""
     number = checkpoint.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")
     return int(number) if number.isdecimal() else 0
+
+
+def _canaries_of(checkpoint: Path) -> Path:
+    """The file of a checkpoint's canaries, which must stay secret until the training ends. It is beside the output folder:
+    trackers and the hub get what is in a checkpoint or in the output folder while the training runs."""
+    real = checkpoint.resolve()
+    return real.parent.with_name(f"{real.parent.name}.canaries") / f"{real.name}.json"
+
+
+def _place_for(checkpoint: Path) -> Path:
+    """``_canaries_of``, in a folder that exists. Raises ``InputError`` where it cannot be made."""
+    path = _canaries_of(checkpoint)
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(
+            f"the folder {path.parent} cannot be made ({error.strerror}). The coins of canaries are kept there, since what "
+            "is in output_dir may be uploaded; choose another output_dir, or save_strategy='no'"
+        ) from None
+    return path
