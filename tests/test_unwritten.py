@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -77,6 +79,42 @@ def kept(m: Any, hidden: Tensor) -> None:
     m.cache = m.cache.clone()
 
 
+def centred(m: Any, hidden: Tensor) -> None:
+    m.center = 0.9 * m.center + 0.1 * hidden.mean(0)
+
+
+def centred_in_place(m: Any, hidden: Tensor) -> None:
+    m.center.mul_(0.9).add_(hidden.mean(0))
+
+
+def last(m: Any, hidden: Tensor) -> None:
+    m.last = hidden.mean()
+
+
+def array(m: Any, hidden: Tensor) -> None:
+    m.array += hidden.mean(0).numpy()
+
+
+def fraction(m: Any, hidden: Tensor) -> None:
+    m.share = 0.9 * m.share + float(hidden.mean())
+
+
+def queue(m: Any, hidden: Tensor) -> None:
+    m.queue.append(hidden.mean(0))
+
+
+def table(m: Any, hidden: Tensor) -> None:
+    m.table["mean"] = float(hidden.mean())
+
+
+def in_place_of_another(m: Any, hidden: Tensor) -> None:
+    m.other = [hidden.mean(0)]
+
+
+def several(m: Any, hidden: Tensor) -> None:
+    m.several[0].add_(hidden.mean(0))
+
+
 def weight(m: Any, hidden: Tensor) -> None:
     m.still.add_(hidden.mean(0))
 
@@ -106,6 +144,42 @@ def test_a_buffer_that_texts_change_is_refused_and_put_back(write: Any, name: st
     assert set(after) == set(before)
     assert all(torch.allclose(after[n], before[n], equal_nan=True) for n in before)
     assert list(model.state_dict()) == list(Net(write, rule=rule).state_dict())
+
+
+@pytest.mark.parametrize("rule", [True, False])
+@pytest.mark.parametrize(
+    ("write", "name"),
+    [(centred, "center"), (centred_in_place, "center"), (last, "last"), (array, "array"), (fraction, "share"),
+     (queue, "queue"), (table, "table"), (several, "several"), (in_place_of_another, "other")],
+)  # fmt: skip
+def test_figures_of_texts_in_a_plain_attribute_are_refused_and_put_back(write: Any, name: str, rule: bool) -> None:
+    """The next step's gradients would depend on them, and no noise hides that."""
+    model: Any = Net(write, rule=rule)
+    model.center, model.array, model.share = torch.zeros(4), np.zeros(4, dtype=np.float32), 0.5
+    model.queue, model.table, model.several = deque(maxlen=3), {"mean": 1.0}, [torch.zeros(4), None]
+    center, listed, model.other = model.center, model.several, object()
+    with pytest.raises(InputError, match=f"keeps figures in the attribute {name}, .*nothing was released"):
+        trained(model)
+    assert model.center is center and not center.any() and not model.array.any() and model.share == 0.5
+    assert not model.queue and model.table == {"mean": 1.0} and not hasattr(model, "last")
+    assert model.several is listed and not listed[0].any() and listed[1] is None
+
+
+@pytest.mark.parametrize("rule", [True, False])
+def test_counts_in_a_plain_attribute_are_put_back_and_not_read_by_another_pass(rule: bool) -> None:
+    seen = []
+
+    def count(m: Any, hidden: Tensor) -> None:
+        seen.append((m.calls, m.longest, list(m.sizes)))
+        m.calls, m.longest = m.calls + 1, max(m.longest, 100 + len(seen))
+        m.sizes.append(len(hidden))
+        m.kind = "trained"
+
+    model: Any = Net(count, rule=rule)
+    model.calls, model.longest, model.sizes, model.kind = 3, 0, [7], None
+    assert trained(model).ledger.releases == 4
+    assert set(map(str, seen)) == {"(3, 0, [7])"} and len(seen) > 4
+    assert (model.calls, model.longest, model.sizes, model.kind) == (3, 0, [7], None)
 
 
 def test_a_weight_that_the_forward_pass_writes_is_refused() -> None:
