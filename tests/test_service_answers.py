@@ -190,3 +190,32 @@ def test_a_request_holds_what_a_server_takes(texts: list[tuple[int, int]], pairs
     for some, then in zip(parts, [*parts[1:], []]):
         assert len(some) <= Limits.inputs and (size(some) <= Limits.body_bytes or len(some) == 1)
         assert not then or len(some) == Limits.inputs or size([*some, then[0]]) > 0.99 * Limits.body_bytes
+
+
+def test_a_text_alone_among_pairs_is_answered_as_by_itself_and_pairs_keep_their_second_text(
+    setting: Setting, tmp_path: Path
+) -> None:
+    from transformers import BertTokenizerFast
+
+    plain, key = tmp_path / "plain", tmp_path / "pairs.key"
+    tiny("bert", "classification", hidden=32).save_pretrained(str(plain))  # type: ignore[operator]
+    words = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", "[MASK]", *(f"w{k}" for k in range(5, 300))]
+    BertTokenizerFast(vocab={w: k for k, w in enumerate(words)}, model_max_length=64).save_pretrained(str(plain))
+    obfuscate_model(plain, tmp_path / "sent", key, ObfuscationSettings(k=4), num_labels=3, rng=generator(1, "pairs"))
+    texts, seconds = TEXTS[:4], ["", TEXTS[5], "", TEXTS[7]]
+    with Client(setting.server.url, ALICE, key=key) as client:
+        client.upload(tmp_path / "sent", "pairs")
+        alone = client.classify("pairs", texts)
+        pairs = [client.classify("pairs", [a], [b])[0] for a, b in zip(texts, seconds)]
+        mixed = client.classify("pairs", texts, seconds)
+        # Of more than one part to encode, the last without a pair: one request may hold rows of both.
+        examples = [Example(TEXTS[0], TEXTS[1] if k < 256 else None, 0) for k in range(260)]
+        rows = client._rows("pairs", client.model("pairs"), examples, False)
+        client.delete("pairs")
+    for k, found in enumerate(mixed):
+        expected = pairs[k] if seconds[k] else alone[k]
+        assert found.probabilities == pytest.approx(expected.probabilities, abs=2e-6)
+    assert mixed[1].probabilities != pytest.approx(alone[1].probabilities, abs=2e-6)
+    types = [[] if row.token_type_ids is None else row.token_type_ids[0].tolist() for row in rows]
+    assert all(any(t) for t in types[:256]) and not any(map(any, types[256:]))
+    assert [len(t) for t in types] == [row.input_ids.shape[1] for row in rows]

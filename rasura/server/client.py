@@ -191,9 +191,8 @@ class Client:
             rows = self._rows(name, about, [Example(a, b, 0) for a, b in zip(texts, seconds, strict=True)], truncate)
             for some in _requests(rows):
                 body: dict[str, Any] = {"pair": about["pair"], "inputs": [row.input_ids[0].tolist() for row in some]}
-                types = [row.token_type_ids for row in some]
-                if all(t is not None for t in types):
-                    body["types"] = [t[0].tolist() for t in types if t is not None]
+                if types := [row.token_type_ids[0].tolist() for row in some if row.token_type_ids is not None]:
+                    body["types"] = types
                 answer = self._server.ask("POST", f"/v1/models/{_quoted(name)}/classify", body)
                 out += [Answer(int(p.argmax()), tuple(p.tolist())) for p in _logits(answer, len(some), self.url).softmax(1)]
         return out
@@ -249,20 +248,21 @@ class Client:
 
     def _rows(self, name: str, about: Mapping[str, Any], examples: Sequence[Any], truncate: bool) -> list[Any]:
         from rasura.data.text import encode
+        from rasura.server.data import alike
         from rasura.victims.batching import split
 
         tokenizer = self._tokenizer(name, about)
         longest = min(about["max_length"], int(tokenizer.model_max_length))
-        return [
-            row
-            for start in range(0, len(examples), 256)
-            for row in split(
-                encode(
-                    examples[start : start + 256], tokenizer, about["kind"], max_length=longest, num_labels=about["labels"],
-                    truncate=truncate,
-                )
-            )
-        ]  # fmt: skip
+        found: dict[int, Batch] = {}
+        for paired in (False, True):  # apart: beside pairs, a text alone would get an empty second one
+            places = [k for k, e in enumerate(examples) if bool(e.text_pair) is paired]
+            for some in (places[k : k + 256] for k in range(0, len(places), 256)):
+                chosen, labels = [examples[k] for k in some], about["labels"]
+                coded = encode(
+                    chosen, tokenizer, about["kind"], max_length=longest, num_labels=labels, truncate=truncate
+                )  # fmt: skip
+                found |= zip(some, split(coded))
+        return alike([found[k] for k in range(len(examples))])
 
 
 def _requests(rows: Sequence[Batch]) -> Iterator[list[Batch]]:

@@ -7,7 +7,7 @@ text) for a classifier; ``types`` (uint8, like ``ids``) where texts are pairs.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -79,6 +79,13 @@ _WHOLE = {
 }  # fmt: skip
 
 
+def alike(rows: Sequence[Batch]) -> list[Batch]:
+    """``rows`` with the types of their tokens in all, where any has them: zeros in a text alone."""
+    if all(row.token_type_ids is None for row in rows):
+        return list(rows)
+    return [r if r.token_type_ids is not None else replace(r, token_type_ids=torch.zeros_like(r.input_ids)) for r in rows]
+
+
 def write(rows: Sequence[Batch], path: Path) -> None:
     """Write ``rows`` (one text each, ids of the server's vocabulary) for a job: their ids, types and labels, no text."""
     from safetensors.torch import save_file
@@ -89,9 +96,9 @@ def write(rows: Sequence[Batch], path: Path) -> None:
     }
     if rows and rows[0].labels.dim() == 1:
         tensors["labels"] = torch.cat([row.labels for row in rows]).int()
-    if any(row.token_type_ids is not None for row in rows):
-        types = [torch.zeros_like(row.input_ids) if row.token_type_ids is None else row.token_type_ids for row in rows]
-        tensors["types"] = torch.cat([t[0] for t in types]).to(torch.uint8)
+    types = [row.token_type_ids[0] for row in alike(rows) if row.token_type_ids is not None]
+    if types:
+        tensors["types"] = torch.cat(types).to(torch.uint8)
     save_file(tensors, str(path))
 
 
