@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from service_setting import ALICE, container
 
 from rasura.server.app import application
 from rasura.server.container import CONTENT_TYPE
-from rasura.server.jobs import Supervisor
+from rasura.server.jobs import STARTS, Supervisor
 from rasura.server.limits import Limits, Refused, Tenants
 from rasura.server.models import ROOM, checked
 from rasura.server.store import Job, Model, Store
@@ -134,4 +135,25 @@ def test_a_start_removes_nothing_that_the_store_did_not_make(tmp_path: Path) -> 
         assert not place.exists()
     assert all(file.read_text() == "mine" for file in own)
     assert {p.name for p in (tmp_path / "models").iterdir()} == {"bert", kept.id}
+    store.close()
+
+
+def test_orderly_stops_of_the_server_do_not_use_up_the_starts_of_a_job(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    job = queued(store, stored(store, "notes"), "tuned")
+    for _ in range(STARTS):
+        supervisor = Supervisor(store, "cpu")
+        supervisor.start()
+        while store.job(job.id).state != "running":
+            time.sleep(0.01)
+        supervisor.stop()
+        store.close()
+        store = Store(tmp_path)
+        store.sweep()
+    left = store.job(job.id)
+    assert (left.state, left.starts) == ("queued", 0) and store.job_path(job.id).is_dir()
+    for _ in range(STARTS):  # a server that is killed with its job leaves it running, and that counts
+        assert store.next_job() is not None
+        store.sweep()
+    assert store.job(job.id).starts == STARTS
     store.close()

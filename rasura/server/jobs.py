@@ -13,7 +13,8 @@ from rasura.server.store import Job, Store
 log = logging.getLogger("rasura.server")
 
 STARTS = 3
-"""Times a job is started that ends without a word (killed for memory, for instance), before it has failed."""
+"""Times a job is started that ends without a word (killed for memory, for instance), before it has failed. Starts that an
+orderly stop of the server ended do not count."""
 
 
 class Supervisor:
@@ -72,6 +73,7 @@ class Supervisor:
         command = [sys.executable, "-m", "rasura.server.worker", str(self.store.folder), job.id, self.device]
         with self._lock:
             if self._stopping:
+                self.store.move_job(job.id, "queued", uncounted=True)
                 return
             child = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=dict(os.environ)
@@ -83,6 +85,7 @@ class Supervisor:
         with self._lock:
             self._running = None
         if self._stopping:
+            self.store.move_job(job.id, "queued", uncounted=True)
             return
         now = self.store.job(job.id)
         if now.state == "running":

@@ -274,11 +274,11 @@ class Store:
         with self._transaction() as db:
             db.execute("UPDATE jobs SET epochs = ? WHERE id = ?", (json.dumps(told), number))
 
-    def move_job(self, number: str, state: str, reason: str = "") -> bool:
-        """Move an open job to ``state``; False where it was at its end already."""
+    def move_job(self, number: str, state: str, reason: str = "", *, uncounted: bool = False) -> bool:
+        """Move an open job to ``state``; ``uncounted``: its last start was none. False where it was at its end already."""
         with self._transaction() as db:
-            query = "UPDATE jobs SET state = ?, reason = ? WHERE id = ? AND state IN (?, ?)"
-            return db.execute(query, (state, reason, number, *OPEN)).rowcount > 0
+            query = "UPDATE jobs SET state = ?, reason = ?, starts = starts - ? WHERE id = ? AND state IN (?, ?)"
+            return db.execute(query, (state, reason, int(uncounted), number, *OPEN)).rowcount > 0
 
     def end_job(self, number: str, state: str, reason: str = "") -> None:
         """Move a job to its last ``state``, unless it was at its end already, and remove its data."""
