@@ -115,10 +115,9 @@ def test_where_members_and_others_differ_as_texts_nothing_is_said_of_the_model(s
     apart = dict.fromkeys(("auc", "words", "labels", "words_and_labels"), middle) | {
         side: {"mean": 0.9, "low": 0.8, "high": 0.95, "n": 60}
     }
-    rate = {"mean": 0.9, "low": 0.5, "high": 0.95, "n": 60}
-    rows = [row(a, auc=auc, defense="none", blind=apart) for a in ("blind", "loss")]
-    for r in rows:
-        r["scores"]["tpr@0.01"] = rate
+    rows = [row(a, auc=v, defense="none", blind=apart) for a, v in (("blind", 0.5), ("loss", auc))]
+    for r, (mean, low) in zip(rows, ((0.01, 0.0), (0.9, 0.5)), strict=True):
+        r["scores"]["tpr@0.01"] = {"mean": mean, "low": low, "high": 0.95, "n": 60}
     plan = {**PLAN, "attacks": ["blind", "loss"], "defense": "none"}
     told = membership_findings(rows, plan).sentences
     assert "Not measured: members and others differ as texts." in told

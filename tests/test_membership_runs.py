@@ -228,7 +228,7 @@ def test_members_and_others_of_different_classes_say_nothing_of_the_model(tmp_pa
     for record in infer_membership(plan, out=tmp_path / "run"):
         assert record.blind["labels"]["mean"] == record.blind["words_and_labels"]["mean"] == 1.0
     page = " ".join(write_report(tmp_path / "run").read_text().split())
-    assert "Not measured: members and others differ as texts." in page and "reveals which texts" not in page
+    assert "Not measured: members and others differ as texts" in page and "reveals which texts" not in page
     assert "Labels separate them with AUC 1.000" in page
 
 
