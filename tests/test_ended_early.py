@@ -11,6 +11,7 @@ import pytest
 
 from rasura.accounting import Draw, Ledger, Run, epsilon
 from rasura.accounting.ledger import counted
+from rasura.core.errors import InputError
 from rasura.core.rounding import above
 from rasura.registry import parse_defense
 
@@ -68,16 +69,52 @@ def test_what_was_not_made_counts_no_more_when_the_training_goes_on() -> None:
     assert made.releases == 12 and made.spent().epsilon == made.planned.epsilon
 
 
-def test_a_state_that_ended_early_is_loaded_as_if_all_had_been_made() -> None:
-    made, later = ledger("dp-sgd:2.0", "poisson"), ledger("dp-sgd:2.0", "poisson")
-    draws(made, "poisson", 4)
+@pytest.mark.parametrize("sampling", ["poisson", "shuffled"])
+def test_a_state_that_ended_early_says_so_until_the_training_goes_on(sampling: Any) -> None:
+    defense = "dp-sgd:2.0" if sampling == "poisson" else "directional:3"
+    made, later = ledger(defense, sampling), ledger(defense, sampling)
+    draws(made, sampling, 3)
     made.end()
     later.load_state_dict(made.state_dict())
-    assert later.releases == 12 and later.spent().epsilon == made.planned.epsilon
+    assert later.releases == 3 and later.spent() == made.spent() and later.state_dict() == made.state_dict()
+    assert later.planned.epsilon == made.planned.epsilon
+    for k in range(9):
+        number = 0 if sampling == "poisson" else later.begin() if k % 3 == 0 else later._passes
+        later.made(Draw("poisson", 0.4) if sampling == "poisson" else Draw("disjoint", number=number), [7, 3], secret=True)
+    assert later.releases == 12 and later.spent().warnings == () and later.spent().epsilon == made.planned.epsilon
 
 
-def trainer_of_five_steps(folder: Path, at_two: Callable[[Any], None]) -> Any:
-    """A trainer whose callback does ``at_two`` with the control after two steps."""
+@pytest.mark.parametrize(("epochs", "counted_releases"), [(2, 12), (8, 24)])
+def test_what_an_earlier_plan_did_not_make_counts_where_nothing_takes_its_place(epochs: int, counted_releases: int) -> None:
+    made = ledger("dp-sgd:2.0", "poisson")
+    draws(made, "poisson", 4)
+    made.end()
+    later = Ledger(made.defense, Run(10, 4, epochs, 1e-3), sizes=[7, 3])
+    later.load_state_dict(made.state_dict())
+    whole = epsilon(2.0, 0.4, counted_releases, 1e-3)
+    assert later.planned.epsilon == whole and later.releases == 4
+    draws(later, "poisson", 3 * epochs - 4)
+    assert later.releases == 3 * epochs and later.spent().epsilon == whole
+    assert any(said.startswith("6 of these were not made") for said in later.spent().warnings) == (epochs == 2)
+    with pytest.raises(
+        InputError, match=rf"all {3 * epochs} planned releases \({epochs} epochs\) were made \({3 * epochs}\)"
+    ):
+        draws(later, "poisson", 1)
+
+
+def test_other_noise_takes_no_place() -> None:
+    made = ledger("dp-sgd:2.0", "poisson")
+    draws(made, "poisson", 4)
+    made.end()
+    later = ledger("dp-sgd:4.0", "poisson")
+    later.load_state_dict(made.state_dict())
+    draws(later, "poisson", 8)
+    assert later.releases == 12 and later.spent().steps == 20
+    assert any(said.startswith("8 of these were not made") for said in later.spent().warnings)
+
+
+def trainer_of_five_steps(folder: Path, at_two: Callable[[Any], None], steps: int = 5) -> Any:
+    """A trainer of five ``steps``, or more, whose callback does ``at_two`` with the control after two steps."""
     from private_setting import DATA, collate
     from transformers import TrainerCallback, TrainingArguments
 
@@ -90,7 +127,13 @@ def trainer_of_five_steps(folder: Path, at_two: Callable[[Any], None]) -> Any:
                 at_two(control)
 
     args = TrainingArguments(
-        str(folder), per_device_train_batch_size=6, max_steps=5, save_steps=2, logging_steps=1, report_to=[], use_cpu=True
+        str(folder),
+        per_device_train_batch_size=6,
+        max_steps=steps,
+        save_steps=2,
+        logging_steps=1,
+        report_to=[],
+        use_cpu=True,
     )
     model = tiny("bert", "classification", num_labels=2)
     return PrivateTrainer(model, args, collate, DATA, defense="dp-sgd:1.0", delta=1e-3, callbacks=[Looks()])
@@ -125,3 +168,13 @@ def test_a_trainer_that_an_error_ends_states_its_plan(tmp_path: Path) -> None:
     with pytest.raises(ArithmeticError, match="pruned"):
         trainer.train()
     assert states_its_plan(trainer)
+
+
+@pytest.mark.parametrize("steps", [5, 8])
+def test_a_trainer_that_ended_early_goes_on_to_its_plan_or_a_larger_one(steps: int, tmp_path: Path) -> None:
+    trainer_of_five_steps(tmp_path, lambda control: setattr(control, "should_training_stop", True)).train()
+    trainer = trainer_of_five_steps(tmp_path, lambda control: None, steps)
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.ledger.releases == steps == trainer.state.global_step
+    assert not any(NOT_MADE in said for said in trainer.guarantee.warnings)
+    assert trainer.guarantee.epsilon == epsilon(1.0, 6 / 24, steps, 1e-3)

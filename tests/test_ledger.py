@@ -16,8 +16,9 @@ from commands import rasura_command
 from rasura.accounting import Draw, Ledger, Release, Run, composition, directional_epsilon, epsilon, guarantee
 from rasura.accounting import compositions as table
 from rasura.accounting.epsilon import ORDERS, Sampled, composed_epsilon, converted, finite
-from rasura.accounting.ledger import counted, parsed, read
+from rasura.accounting.ledger import counted, parsed
 from rasura.accounting.releases import UNPROVEN, Spent, spent
+from rasura.accounting.states import read
 from rasura.cli.account import account
 from rasura.core.errors import InputError
 from rasura.core.values import Mechanism, Stage

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from rasura.accounting import Draw, Ledger, Release, Run, composition, epsilon
-from rasura.accounting.ledger import counted, parsed, read
+from rasura.accounting.ledger import counted, parsed
 from rasura.accounting.releases import UNPROVEN, Spent, spent
+from rasura.accounting.states import read
 from rasura.core.errors import InputError
 from rasura.core.mechanisms import Directional, DpSgd, Gaussian, Normalised
 from rasura.core.values import Mechanism, Stage

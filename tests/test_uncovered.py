@@ -16,7 +16,8 @@ from torch.utils.data import DataLoader
 from training_setting import notes, text
 
 import rasura
-from rasura.accounting.ledger import counted, read
+from rasura.accounting.ledger import counted
+from rasura.accounting.states import read
 from rasura.core.errors import InputError
 from rasura.runs.train_plan import TrainPlan
 from rasura.runs.training import Training

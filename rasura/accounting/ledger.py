@@ -15,11 +15,9 @@ from rasura.accounting.beside import beside
 from rasura.accounting.compositions import BANDED, composition
 from rasura.accounting.guarantees import Guarantee, Run, guarantee, planned_releases, stated
 from rasura.accounting.releases import UNPROVEN, Counted, Draw, Release, alike
+from rasura.accounting.states import VERSION, copies_in, less, parted, read
 from rasura.core.errors import InputError
 from rasura.core.values import Mechanism
-
-VERSION, STATED = 1, {"unit", "unmade", "copies", "earlier"}
-"""Of a state; and the entries that it has only where there is something to say."""
 
 
 class Ledger:
@@ -99,7 +97,7 @@ class Ledger:
         """The training ends before its plan, and its own releases may have decided that. ``spent`` is then of the whole
         plan: how many releases there are depends on the texts, and epsilon of those made would hold only for a number that
         does not (Rogers et al. 2016: a bound that is set beforehand holds, one that is read off afterwards does not)."""
-        self.unmade = self._rest(self.runs, self._passes)
+        self.unmade = self._open(self.runs, self._passes, self.unmade)
         self._passes = max([self._passes, *(release.number or 0 for release, _ in self.unmade)])
 
     def _rest(self, runs: Sequence[Counted], passes: int) -> list[Counted]:
@@ -121,9 +119,17 @@ class Ledger:
             made += count
         return rest
 
-    def _whole(self, runs: Sequence[Counted], passes: int) -> Guarantee:
-        """The guarantee of ``runs``, in ``passes`` passes, with what the plan still allows after them."""
-        carrier, every = None if self.formal is None else self.formal.name, [*runs, *self._rest(runs, passes)]
+    def _open(self, runs: Sequence[Counted], passes: int, unmade: Sequence[Counted]) -> list[Counted]:
+        """What counts beside ``runs``, in ``passes`` passes: what the plan still allows, and those ``unmade`` by an earlier
+        plan whose place it does not take."""
+        rest = self._rest(runs, passes)
+        for release, count in rest:
+            unmade = less(unmade, release, count)
+        return [*rest, *unmade]
+
+    def _whole(self, runs: Sequence[Counted], passes: int, unmade: Sequence[Counted]) -> Guarantee:
+        """The guarantee of ``runs`` and of all that ``_open`` counts beside them."""
+        carrier, every = None if self.formal is None else self.formal.name, [*runs, *self._open(runs, passes, unmade)]
         return stated(every, self.run, carrier=carrier, why=self.why, planned=True, sized=self._sized)
 
     def _check_target(self, whole: Guarantee, of: str = "") -> None:
@@ -141,10 +147,13 @@ class Ledger:
             release = replace(release, rate=max(release.rate or 0.0, self.run.rate))
         self.room(Draw(release.sampling, release.rate, release.number, release.separation))
         if self.target is not None and not any(alike(release, planned) for planned, _ in self._plan):
-            self._check_target(self._whole([*self.runs, (release, 1)], self._passes), "with a release apart from the plan, ")
+            whole = self._whole([*self.runs, (release, 1)], self._passes, self.unmade)
+            self._check_target(whole, "with a release apart from the plan, ")
         if release.sampling == "fixed" and release.number is not None:
             self._passes = release.number  # a pass begins with its first release: a look at a batch is none
-        self.unmade = []  # the training went on
+        known = {one.number for one, _ in self.runs}
+        if release.sampling != "disjoint" or release.number not in known:
+            self.unmade = less(self.unmade, release, 1)  # the training goes on
         self._add(release, 1)
 
     def made(self, draw: Draw, sizes: Iterable[int], *, secret: bool) -> None:
@@ -187,7 +196,8 @@ class Ledger:
         }  # fmt: skip
 
     def load_state_dict(self, state: Any, *, done: bool = False) -> None:
-        """Resume from ``state``, as returned by ``state_dict``. The plan is then its releases and the remaining ones.
+        """Resume from ``state``, as returned by ``state_dict``. The plan is then its releases and the remaining ones. Those
+        of its plan that were not made count until others like them take their place.
         ``done``: the training made its last release, so that even one that cannot be resumed can be stated. Raises
         ``InputError`` for anything else, for another data set or other protections, if this ledger has already counted
         releases or begun a pass, and if the plan exceeds the target."""
@@ -207,11 +217,12 @@ class Ledger:
         if state["defense"] != [m.name for m in self.defense]:
             found, used = " + ".join(map(str, state["defense"])), " + ".join(m.name for m in self.defense)
             raise InputError(f"the ledger is for {found}, but this training uses {used}")
-        whole = self._whole(runs, passes)
+        runs, unmade = parted(runs, state.get("unmade", 0))
+        whole = self._whole(runs, passes, unmade)
         says = "the loaded releases count as well. Plan fewer epochs, or pass more noise in place of a target; now it is "
         self._check_target(whole, says)
         self.runs, self._passes, self.planned, self.copies = runs, passes, whole, copies_in(state)
-        self.earlier = state.get("earlier", "")
+        self.unmade, self.earlier = unmade, state.get("earlier", "")
 
     def save(self, path: str | Path) -> None:
         """Write ``state_dict`` as JSON."""
@@ -223,8 +234,9 @@ class Ledger:
 
 
 def releases_in(path: str | Path) -> int:
-    """The number of releases in a file of ``parsed``."""
-    return sum(count for _, count in read(parsed(path)[0])[0])
+    """The number of releases that were made, in a file of ``parsed``."""
+    state, _ = parsed(path)
+    return sum(count for _, count in read(state)[0]) - int(state.get("unmade", 0))
 
 
 def parsed(path: str | Path) -> tuple[Any, list[str]]:
@@ -258,43 +270,3 @@ def counted(path: str | Path, delta: float | None = None) -> Guarantee:
     more = [one for one in said if one not in own.warnings]
     found = own if delta is None else at(delta)
     return replace(found, warnings=(*found.warnings, *more))
-
-
-def read(state: Any) -> tuple[list[Counted], int]:
-    """The releases of a ``state_dict``, and the number of its last pass. Raises ``InputError`` for anything else."""
-    names = {"version", "examples", "batch_size", "delta", "passes", "defense", "runs"}
-    if not isinstance(state, Mapping) or set(state) - STATED != names or state["version"] != VERSION:
-        raise InputError(f"no state of a ledger; expected an object of version {VERSION} with {', '.join(sorted(names))}")
-    whole = (
-        _count(state["passes"], 0)
-        and _count(state["examples"], 1)
-        and _count(state["batch_size"], 1)
-        and isinstance(state["delta"], float)
-        and state.get("unit", "text") in ("text", "person")
-        and _count(state.get("unmade", 0), 0)
-        and isinstance(state.get("earlier", ""), str)
-    )
-    if not whole or not isinstance(state["runs"], list):
-        raise InputError("the state of a ledger lacks a list of releases, or has invalid numbers")
-    runs = []
-    for one in state["runs"]:
-        if not isinstance(one, Mapping) or set(one) != {"release", "count"} or not _count(one["count"], 1):
-            raise InputError("the state of a ledger holds an entry that is not a release with its count")
-        runs.append((Release.read(one["release"]), int(one["count"])))
-    copies_in(state)
-    numbers = [release.number for release, _ in runs if release.number is not None]
-    if max(numbers, default=0) > state["passes"]:
-        raise InputError("the state of a ledger has a release in a pass that did not begin")
-    return runs, state["passes"]
-
-
-def copies_in(state: Mapping[str, Any]) -> tuple[int, int]:
-    """How many texts a ``state_dict`` says were seen in several rows, and in how many at most."""
-    found = state.get("copies", [0, 0])
-    if not isinstance(found, list) or len(found) != 2 or not all(_count(one, 0) for one in found):
-        raise InputError("the state of a ledger does not say of how many texts there are copies")
-    return found[0], found[1]
-
-
-def _count(value: Any, min_value: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= min_value

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from torch import nn
 
-from rasura.accounting.ledger import parsed, read
+from rasura.accounting.ledger import parsed
+from rasura.accounting.states import read
 from rasura.core.errors import InputError
 from rasura.runs.membership_rows import trained_under
 
