@@ -18,6 +18,7 @@ from rasura.core.errors import InputError
 from rasura.core.restarted import restarted
 from rasura.core.rng import generator, secret_generator
 from rasura.runs.drawing import ROW, Batches, DrawnLoader
+from rasura.runs.marks import Copies
 from rasura.runs.private import protect_training
 
 ROWS: Any = list(range(10, 34))
@@ -268,3 +269,12 @@ def test_a_collate_function_with_a_generator_of_its_own_is_refused(defense: str)
     model = torch.nn.Linear(2, 2)
     with pytest.raises(InputError, match=r"two different batches of the same rows and one seed \(mask\)"):
         protect_training(model, None, DataLoader(ROWS, 5, collate_fn=OwnGenerator()), defense)
+
+
+def test_a_copy_is_one_however_much_padding_is_on_either_side() -> None:
+    found = Copies()
+    for row, (left, right) in enumerate([(0, 0), (2, 0), (0, 3), (1, 1)]):
+        ids = torch.tensor([[0] * left + [5, 0, 6] + [0] * right, [0] * left + [5, 6, 0] + [0] * right])
+        mask = torch.tensor([[0] * left + [1, 1, 1] + [0] * right] * 2)
+        told = found.seen({"input_ids": ids, "attention_mask": mask}, [2 * row, 2 * row + 1])
+    assert told == (2, 4)

@@ -207,10 +207,11 @@ def test_noise_by_the_papers_accountant_follows_opacus_search(target: float, rat
 
 
 def test_a_target_that_cannot_be_is_said() -> None:
-    for target in (0.0, -1.0, math.inf, math.nan):
+    for target in (0.0, -1.0, 1e9, math.inf, math.nan):
         assert said(lambda t=target: sigma_for(t, 0.1, 1, 1e-5)) == (  # type: ignore[misc]
-            f"accounting: the target epsilon is {target}; expected a finite number above 0"
+            f"accounting: the target epsilon is {target}; expected above 0 and at most 10000: more bounds nothing"
         )
+    assert 0 < sigma_for(10_000, 0.1, 1, 1e-5) < sigma_for(100, 0.1, 1, 1e-5)
     for call, words in (
         (lambda: sigma_for(1.0, 1.1, 1, 1e-5), "rate 1.1, 1 steps"), (lambda: sigma_for(1.0, 1.0, 0, 1e-5), "0 steps"),
         (lambda: sigma_for(1.0, 1.0, 1, 0.0), "delta is 0.0"),

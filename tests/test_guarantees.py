@@ -189,6 +189,10 @@ def test_the_figures_of_a_run() -> None:
         for wrong in (0, math.inf, math.nan):
             with pytest.raises(InputError, match=f"accounting: {name} is {wrong}; expected at least 1"):
                 Run(**{"examples": 10, "batch_size": 10, "epochs": 1, name: wrong})  # type: ignore[arg-type]
+    assert repr(Run(10.0, 5.0, 2.0, max_steps=3.0)) == repr(Run(10, 5, 2, max_steps=3))  # type: ignore[arg-type]
+    for name in ("examples", "batch_size", "epochs", "max_steps"):
+        with pytest.raises(InputError, match=f"accounting: {name} is 2.5; expected a whole number"):
+            Run(**{"examples": 10, "batch_size": 10, "epochs": 1, name: 2.5})  # type: ignore[arg-type]
     for delta in (0.0, 1.0):
         with pytest.raises(InputError, match=f"delta is {delta}; expected above 0 and below 1"):
             Run(10, 1, 1, delta)

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from private_setting import DATA, collate
@@ -118,6 +119,12 @@ def test_a_person_written_in_several_ways_is_one() -> None:
     _, _, mixed = protected(unit=[7, "re\u0301mi", "ann", "7", "r\u00e9mi", " ann "] * 4)
     assert mixed.run == plain.run and mixed.run.examples == 3
     assert mixed.planned == plain.planned
+
+
+@pytest.mark.parametrize("column", [np.array, torch.tensor])
+def test_persons_may_be_the_numbers_of_a_column(column: Any) -> None:
+    numbers = [7, 8, 9] * 8
+    assert protected(unit=column(numbers))[2].run == protected(unit=numbers)[2].run
 
 
 def test_what_no_guarantee_for_persons_covers_is_refused() -> None:

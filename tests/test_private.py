@@ -702,3 +702,8 @@ def test_a_resumed_trainer_counts_on(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-12" / "rasura_ledger.json").unlink()
     with pytest.raises(InputError, match="is not a ledger"):
         trainer(tmp_path, epochs=2).train(resume_from_checkpoint=str(tmp_path / "checkpoint-12"))
+
+
+def test_a_trainer_without_a_checkpoint_says_so(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"^resume_from_checkpoint is True, but .* holds no checkpoint; leave it out"):
+        trainer(tmp_path, epochs=1).train(resume_from_checkpoint=True)

@@ -22,6 +22,9 @@ Accountant = Literal["pld", "rdp", "paper"]
 ACCOUNTANTS = ("pld", "rdp", "paper")
 NOISES = ("gaussian", "laplace")
 
+MAX_TARGET = 10_000
+"""The largest epsilon for which noise is sought."""
+
 MIN_SIGMA = 1e-3
 """Below this noise multiplier no epsilon is computed: it would exceed a million after a single step."""
 
@@ -220,8 +223,10 @@ def sigma_for(
 ) -> float:
     """The smallest noise multiplier, to a thousandth, with an epsilon of at most ``target``: never less privacy than
     requested."""
-    if not 0 < target < math.inf:
-        raise InputError(f"accounting: the target epsilon is {target}; expected a finite number above 0")
+    if not 0 < target <= MAX_TARGET:
+        raise InputError(
+            f"accounting: the target epsilon is {target}; expected above 0 and at most {MAX_TARGET}: more bounds nothing"
+        )
 
     epsilon(1.0, rate, steps, delta, by="paper" if (by, noise) == ("pld", "gaussian") else by, noise=noise)  # what cannot be
     if by == "paper":

@@ -46,11 +46,15 @@ class Run:
     unit: Literal["text", "person"] = "text"
 
     def __post_init__(self) -> None:
-        if self.max_steps is not None and self.max_steps < 1:
-            raise InputError(f"accounting: max_steps is {self.max_steps}; expected at least 1")
-        for name in ("examples", "batch_size", "epochs"):
-            if not 1 <= getattr(self, name) < math.inf:
-                raise InputError(f"accounting: {name} is {getattr(self, name)}; expected at least 1")
+        for name in ("examples", "batch_size", "epochs", "max_steps"):
+            value = getattr(self, name)
+            if value is None and name == "max_steps":
+                continue
+            if not 1 <= value < math.inf:
+                raise InputError(f"accounting: {name} is {value}; expected at least 1")
+            if value != int(value):
+                raise InputError(f"accounting: {name} is {value}; expected a whole number")
+            object.__setattr__(self, name, int(value))  # 3.0 is one, too
         checked_delta(self.fails)
 
     @property

@@ -178,6 +178,11 @@ class PrivateTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         if resume_from_checkpoint:
             found = resume_from_checkpoint
             place = get_last_checkpoint(self.args.output_dir) if found is True else str(found)
+            if place is None:
+                raise InputError(
+                    f"resume_from_checkpoint is True, but {self.args.output_dir} holds no checkpoint; leave it out to "
+                    "begin, or pass the folder of a checkpoint"
+                )
             self.get_train_dataloader()
             assert self.ledger is not None  # the loader made it
             self.ledger.load(Path(str(place)) / LEDGER)

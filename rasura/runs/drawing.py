@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
@@ -267,6 +268,7 @@ def numbered(unit: Sequence[str | int], count: int) -> list[int]:
     """The number of the person of each of ``count`` rows, from what ``unit`` calls them; 7, "7" and " 7" are one. Raises
     ``InputError`` for another number of entries, and for an entry that is not text or a whole number: such rows would pass
     for a person each."""
+    unit = unit.tolist() if isinstance(unit, np.ndarray | Tensor) else unit
     if len(unit) != count:
         raise InputError(f"unit names the persons of {len(unit)} rows, but the data set has {count}")
     found: dict[str, int] = {}

@@ -20,7 +20,7 @@ def marks(batch: Mapping[str, Any], rows: int) -> Marks:
 
 
 class Copies:
-    """Texts that were seen in several rows, by what the model takes of them, without padding at the end."""
+    """Texts that were seen in several rows, by what the model takes of them, without padding on either side."""
 
     def __init__(self) -> None:
         self.rows: dict[int, set[int]] = {}
@@ -30,7 +30,10 @@ class Copies:
         """How many texts were seen in several rows, with ``rows`` of the batch ``inputs``, and in how many at most."""
         ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
         if ids is not None and ids.dim() == 2:
-            whole = ids + 1 if mask is None or mask.shape != ids.shape else (ids + 1) * mask  # so that no token is padding
+            whole = ids + 1  # so that no token is padding
+            if mask is not None and mask.shape == ids.shape:
+                there = mask != 0
+                whole = (whole * there).gather(1, there.int().argsort(dim=1, descending=True, stable=True))  # padding last
             for row, mark in zip(rows, _marks(whole.detach()).tolist(), strict=True):
                 theirs = self.rows.setdefault(mark, set())
                 theirs.add(row)
