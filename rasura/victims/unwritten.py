@@ -25,7 +25,11 @@ def unwritten(model: nn.Module) -> Iterator[None]:
     versions = {name: (id(p), _version(p)) for name, p in model.named_parameters()}
     changed: list[str] = []
     attributes = Attributes(model)
-    hook = model.register_forward_pre_hook(lambda *_: (attributes.put_back(whole=False), None)[1])
+
+    def begun(*_: object) -> None:
+        attributes.put_back(whole=False)
+
+    hook = model.register_forward_pre_hook(begun)
     try:
         yield
     finally:
