@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rasura.attacks.updates.span.inputs import Inputs
-from rasura.attacks.updates.span.rows import adapter_spaces, row_space
+from rasura.attacks.updates.span.rows import adapter_spaces, block_spaces, row_space, visible_blocks
 from rasura.core.errors import InputError
 from rasura.core.interfaces import AttackFailed, Budget, NotApplicable
 from rasura.core.rng import generator
@@ -127,6 +127,41 @@ def test_fresh_adapters_of_fewer_dimensions_than_tokens_say_so() -> None:
         update_of("llama", "causal", [], "q_proj,v_proj", rank=4, text=[CLS, 40, 3, 41, 9, 60, 61]), HONEST_SERVER
     )
     with pytest.raises(AttackFailed, match="no row space: either the batch holds 4 tokens or more"):
+        attack("span")(seen, rng=generator(0), budget=Budget())
+
+
+def in_second_round(family: str, task: Any, first: list[int], second: list[int]) -> Any:
+    """The step with ``second`` of adapters of rank 12 after one with ``first``."""
+    layers = {"gpt2": ["c_attn"], "bert": ["query", "value"]}.get(family, ["q_proj", "v_proj"])
+    model = peft.get_peft_model(tiny(family, task, blocks=3), peft.LoraConfig(r=12, target_modules=layers))
+    words = CAUSAL_VOCABULARY if task == "causal" else VOCABULARY
+    sent = step(model, batch_of([first], task, [0]), task=task, vocabulary=words, rng=generator(0, "step"))
+    with torch.no_grad():
+        for name, gradient in sent.message.gradients.items():
+            model.get_parameter(name).sub_(gradient)
+    return step(model, batch_of([second], task, [0]), task=task, vocabulary=words, rng=generator(0, "step"))
+
+
+SHORT = [CLS, 33, 34, 35]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2", "bert"])
+def test_adapters_after_a_first_round_with_a_shorter_text_give_a_text(family: str) -> None:
+    """B has as many directions as the first text had tokens. The first matrix's gradient shows no more, and the second's was
+    not looked at."""
+    task, text = "classification" if family == "bert" else "causal", [CLS, 40, 3, 41, 9, 60, 61, 70]
+    found = attack("span")(
+        observe(in_second_round(family, task, SHORT, text), HONEST_SERVER), rng=generator(0), budget=Budget()
+    )
+    assert found.tokens == (tuple(text),) and found.confidence == "verified"
+
+
+def test_combinations_of_more_inputs_than_adapters_show_are_no_row_space() -> None:
+    """They were taken for the inputs, and their number for the length of the text."""
+    text = [CLS, 40, 3, 41, 9, 60, 61, 70, 44, 52, 53, 54, 57, 58]
+    seen = observe(in_second_round("llama", "causal", SHORT, text), HONEST_SERVER)
+    assert block_spaces(seen, visible_blocks(seen)) == {}
+    with pytest.raises(AttackFailed, match="the gradients show no row space: either the batch holds"):
         attack("span")(seen, rng=generator(0), budget=Budget())
 
 

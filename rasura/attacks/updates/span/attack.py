@@ -28,12 +28,12 @@ from rasura.attacks.updates.span.rows import (
     adapter_spaces,
     as_sent,
     block_spaces,
+    blocks_that_tell,
     blocks_to_read,
-    hidden_by,
-    stand_ins,
     visible_blocks,
 )  # fmt: skip
 from rasura.attacks.updates.span.scan import Scan
+from rasura.attacks.updates.span.stand_ins import hidden_by, stand_ins
 from rasura.attacks.updates.span.tokens import Row, candidates, clearest, hold_named, plain, tell_rows
 from rasura.core.interfaces import AttackFailed, Budget, NotApplicable
 from rasura.core.specs import AttackSpec, Home
@@ -81,7 +81,7 @@ class Span:
         wanted = 1 if Grant.BATCH_SIZE in seen and seen.batch_size == 1 and not known.causal else 3
         observed, seen = seen, uncovered(seen, wanted)
         dropout = announced_dropout(seen) if self.adaptive else 0.0
-        others = stand_ins(seen) if self.adaptive and known.causal and not (dropout or visible_blocks(seen)) else ()
+        others = stand_ins(seen) if self.adaptive and known.causal and not (dropout or blocks_that_tell(seen)) else ()
         spaces = adapter_spaces(seen, wanted) if self.adaptive and not dropout else {}
         spaces = spaces or block_spaces(seen, others or blocks_to_read(seen)[:wanted], wanted)
         if not spaces:

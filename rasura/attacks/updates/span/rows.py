@@ -14,15 +14,11 @@ import torch
 from torch import Tensor
 
 from rasura.core.errors import NotApplicable
-from rasura.core.updates import announced_update
 from rasura.core.values import Observation
-from rasura.victims.models import ADAPTER, Block, Linear, parts, recorded_inputs
+from rasura.victims.models import ADAPTER, Block, Linear, parts
 
 CHUNK = 2048
 """Tokens whose inputs are computed at once when a whole vocabulary is tested."""
-
-QUERIES = frozenset({"query", "query_proj", "q_proj", "q_lin", "q"})
-"""Names of query layers that are no keys or values as well."""
 
 GAP = 30.0
 """A ratio of neighbouring singular values from which the row space certainly ends there."""
@@ -40,6 +36,9 @@ TOLERANCE = 1e-4
 
 DOUBT = 1.5
 """Tolerance relative to the expected residual: true inputs had .2 to .9 of it (bfloat16, rounded weights), rarely 1.3."""
+
+SMALL = 1e-3
+"""Norm of a gradient, relative to the largest, from which it adds to a row space."""
 
 FULL = 0.9
 """Rank relative to the layer's inputs from which a row space that takes any token is nearly full; below, it is blurred."""
@@ -106,7 +105,7 @@ def scaled(matrices: Sequence[Tensor]) -> list[Tensor]:
     """``matrices`` with norm 1, in float64, so that none dominates the others. One that is tiny compared with the largest is
     left out, since it would bring in the rounding of larger numbers."""
     largest = max((float(m.norm()) for m in matrices), default=0.0)
-    return [m.double() / m.double().norm() for m in matrices if float(m.norm()) > 1e-3 * largest]
+    return [m.double() / m.double().norm() for m in matrices if float(m.norm()) > SMALL * largest]
 
 
 def row_space(matrices: Sequence[Tensor]) -> RowSpace | None:
@@ -168,6 +167,11 @@ def visible_blocks(seen: Observation) -> tuple[Block, ...]:
     return tuple(b for b in parts(seen.model).blocks if any(bool(g.any()) for g in visible_gradients(seen, b.qkv)))
 
 
+def blocks_that_tell(seen: Observation) -> tuple[Block, ...]:
+    """``visible_blocks`` without those of which adapters show combinations of inputs alone."""
+    return tuple(block for block in visible_blocks(seen) if tells_inputs(seen, block.qkv))
+
+
 def blocks_to_read(seen: Observation) -> tuple[Block, ...]:
     """``visible_blocks``, at least one. Raises ``NotApplicable`` and says why there is none."""
     found = visible_blocks(seen)
@@ -183,64 +187,48 @@ def blocks_to_read(seen: Observation) -> tuple[Block, ...]:
     raise NotApplicable("no whole query, key or value gradient is visible")
 
 
-@torch.no_grad()
-def stand_ins(seen: Observation) -> tuple[Block, ...]:
-    """The blocks of a decoder by other layers than its queries, keys and values, where such are visible: of each block those
-    with one input, of the widest row space; and last the output layer. Their inputs at a position, too, depend on the tokens
-    up to it alone. Of adapters, whose inputs are few, only where nothing else is visible, and none of queries alone: these
-    show nothing of the first token, which attends to itself whatever it asks.
+def tells_inputs(seen: Observation, linears: Sequence[Linear]) -> bool:
+    """Whether the row space of ``linears``, which have one input, can be that of all its inputs. True but of adapters.
 
-    Their index counts on from the last block's: a token and its place alone tell the input of block 0's attention only.
+    The gradient of an adapter's first matrix A is ``B^T sum_t delta_t x_t^T``. B, which is known, has few directions after a
+    first round with a short text. Where A shows as many as B has, these may be combinations of more inputs. The gradient of
+    B does not depend on B: where its row space has no more directions, there are no more inputs.
     """
-    known = parts(seen.model)
-    matrices = {lin: g for lin in known.linears for g in visible_gradients(seen, [lin]) if bool(g.any())}
-    inside = {b: [lin for lin in matrices if lin.module.startswith(f"{b.module}.")] for b in known.blocks}
-    if known.head in matrices and seen.task == "causal":  # a classifier's head reads one state of a text
-        inside[Block(len(known.blocks), known.head.module, ())] = [known.head]
-    if not any(inside.values()):
-        return ()
-    ids = torch.tensor([[5, 6, 7]])
-    with recorded_inputs(seen.model, [lin.module for some in inside.values() for lin in some], stop=False) as inputs:
-        seen.model(input_ids=ids, attention_mask=torch.ones_like(ids))
-    found = []
-    for block, some in inside.items():
-        groups: list[list[Linear]] = []
-        for lin in some:
-            x = inputs.get(lin.module)
-            if x is not None and x.shape[:-1] == ids.shape:  # an expert reads some of the tokens
-                same = next((group for group in groups if torch.equal(inputs[group[0].module], x)), None)
-                groups.append([lin]) if same is None else same.append(lin)
-        if groups := [group for group in groups if not all(map(asks, group))]:
-            widest = max(groups, key=lambda g: min(sum(len(matrices[lin]) for lin in g), matrices[g[0]].shape[1]))
-            found.append(Block(block.index + len(known.blocks), block.module, tuple(widest)))
-    return tuple([block for block in found if inputs_of(seen, block) >= known.hidden] or found)
+    sizes = {lin: float(whole.norm()) for lin in linears if (whole := seen.whole(lin.weight)) is not None}
+    if not all(ADAPTER[0] in lin.weight for lin in sizes):
+        return True
+    space = row_space(visible_gradients(seen, linears))
+    if space is None:
+        return False
+    second = {lin: lin.weight.replace(*ADAPTER) for lin in sizes}
+    kept = [second[lin] for lin, size in sizes.items() if size > SMALL * max(sizes.values())]
+    most = sum(_rank(seen.model.get_parameter(name).detach()) or seen.model.get_parameter(name).shape[1] for name in kept)
+    shown = max((_rank(whole) for name in second.values() if (whole := seen.whole(name)) is not None), default=0)
+    return shown <= space.rank and (space.rank < most or shown > 0)
 
 
-def inputs_of(seen: Observation, block: Block) -> int:
-    """How many inputs the layers have that stand for ``block``."""
-    return visible_gradients(seen, block.qkv)[0].shape[1]
-
-
-def asks(lin: Linear) -> bool:
-    """Whether ``lin`` is a query layer, or a part of one: the first token of a text gives it no gradient."""
-    return bool(QUERIES & set(lin.module.split(".")))
+def _rank(matrix: Tensor) -> int:
+    """The number of directions of the row space of ``matrix``; 0 where none stands out."""
+    space = row_space([matrix])
+    return 0 if space is None else space.rank
 
 
 def block_spaces(seen: Observation, blocks: Sequence[Block], most: int | None = None) -> dict[int, RowSpace]:
     """The row space of the attention input, by block index, for those of ``blocks`` that show one; of the first ``most``."""
-    spaces = ((block.index, row_space(visible_gradients(seen, block.qkv))) for block in blocks)
+    told = (block for block in blocks if tells_inputs(seen, block.qkv))
+    spaces = ((block.index, row_space(visible_gradients(seen, block.qkv))) for block in told)
     return dict(islice(((index, space) for index, space in spaces if space is not None), most))
 
 
 def adapter_spaces(seen: Observation, most: int) -> dict[int, RowSpace]:
-    """The same by an encoder's adapters in their first round, if nothing else is visible; empty where block 0 shows none.
+    """The same by an encoder's adapters in an early round, if nothing else tells inputs; empty where block 0 shows none.
 
-    The second matrix B of such an adapter is zero, so the first one, A, has no gradient. That of B is ``sum_t delta_t (A
-    x_t)^T``. Where A makes more numbers of an input than there are tokens, the gradient rules out inputs: those x for which
-    A x is outside its row space.
+    In the first round, the second matrix B of such an adapter is zero, so the first one, A, has no gradient. That of B is
+    ``sum_t delta_t (A x_t)^T``. Where A makes more numbers of an input than there are tokens, the gradient rules out inputs:
+    those x for which A x is outside its row space.
     """
     known = parts(seen.model)
-    if known.causal or visible_blocks(seen):
+    if known.causal or blocks_that_tell(seen):
         return {}
     spaces = {block.index: _not_ruled_out(seen, block) for block in known.blocks[:most]}
     return {index: space for index, space in spaces.items() if space is not None} if spaces[0] is not None else {}
@@ -270,14 +258,6 @@ def _not_ruled_out(seen: Observation, block: Block) -> RowSpace | None:
     basis = torch.linalg.svd(normals / normals.norm(dim=0)).U[:, normals.shape[1] :]
     noise = torch.full_like(basis[0], max(space.floor for space, *_ in found))
     return RowSpace(basis, noise, tokens=found[0][0].rank)
-
-
-def hidden_by(seen: Observation, others: Sequence[Block]) -> str:
-    """Why neither the blocks' queries, keys and values nor the ``others`` that stand in for them show a row space."""
-    rank = announced_update(seen).lora
-    width = max((inputs_of(seen, block) for block in others), default=parts(seen.model).hidden)
-    most = f"more tokens than adapters of rank {rank} show" if rank else f"{width} tokens or more"
-    return f"either the batch holds {most}, or rounding or noise hides it"
 
 
 def as_sent(seen: Observation) -> Observation:
