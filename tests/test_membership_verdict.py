@@ -163,7 +163,7 @@ def test_lengths_that_part_members_at_a_low_rate_leave_nothing_to_say_of_the_mod
         [with_rates("lira", FEW, blind={"auc": MIDDLE, "words": MIDDLE, FEW[0]: {"mean": 0.06, "low": 0.035, "high": 0.1}})],
     ):
         told = found(*rows, defense="none")
-        assert "Not measured: members and others differ as texts." in told.sentences
+        assert told.sentences[0] == "Not measured: members and others differ as texts.", "before any figure"
         assert any(s.startswith("Length alone finds 6.0 %") for s in told.checks)
         page = page_of(*rows)
         assert "above guessing" not in page and "Draw members and others at random from the same source" in page
@@ -194,7 +194,7 @@ def test_a_model_in_which_no_training_shows_reveals_nothing_of_it() -> None:
     for rates in ((), (FEW,)):
         attack = with_rates("loss", *rates, auc=0.9)
         told = found(attack, defense="none", untrained=True, epsilon=0.5)
-        assert told.sentences[1] == "Not measured: the model answers as the one on which its training began."
+        assert told.sentences[0] == "Not measured: the model answers as the one on which its training began."
         assert any("this run does not tell whether attacks stay below it" in s for s in told.checks)
         page = page_of(attack, untrained=True, epsilon=0.5)
         assert "above guessing" not in page and "is above it" not in page and "reveals" not in page

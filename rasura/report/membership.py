@@ -121,29 +121,29 @@ def _figures(
     missing: Sequence[str],
     nothing: Sequence[str],
 ) -> list[str]:
+    """What the attacks found, and what follows. That nothing follows comes first: nobody reads on behind a large figure."""
     members, others = plan["n_members"], plan["n_others"]
-    if not rates:
-        best = strongest(real)
-        return [
-            tell(
-                "Asked about {members} texts that the model was trained on and {others} other texts, {attack} ranks a "
-                "member above another text with a chance of {auc}; guessing is .5.", members=members, others=others,
-                attack=best["attack"], auc=_auc(best["scores"]["auc"]),
-            ),
-            conclusion(real, rates, missing, nothing),
-            tell(
-                "There are too few texts to measure how many members are found at a low false positive rate: a rate of 1 % "
-                "needs 100 texts of each kind."
-            ),
-        ]  # fmt: skip
-    name, best = headline(real, rates)
-    score, fpr = best["scores"][name], rates_of(best["scores"])[name]
+    concluded = conclusion(real, rates, missing, nothing)
+    if rates:
+        name, best = headline(real, rates)
+        score, fpr = best["scores"][name], rates_of(best["scores"])[name]
+        says = tell(
+            "Asked about {members} texts that the model was trained on and {others} other texts, the best attack ({attack}) "
+            "finds {rate} of the members. It takes {fpr:g} % of the others for members; guessing then finds {fpr:g} %.",
+            members=members, others=others, attack=best["attack"], rate=_rate(score), fpr=100 * fpr,
+        )  # fmt: skip
+        return [concluded, says] if nothing else [says, concluded]
+    best = strongest(real)
     says = tell(
-        "Asked about {members} texts that the model was trained on and {others} other texts, the best attack ({attack}) "
-        "finds {rate} of the members. It takes {fpr:g} % of the others for members; guessing then finds {fpr:g} %.",
-        members=members, others=others, attack=best["attack"], rate=_rate(score), fpr=100 * fpr,
+        "Asked about {members} texts that the model was trained on and {others} other texts, {attack} ranks a "
+        "member above another text with a chance of {auc}; guessing is .5.", members=members, others=others,
+        attack=best["attack"], auc=_auc(best["scores"]["auc"]),
     )  # fmt: skip
-    return [says, conclusion(real, rates, missing, nothing)]
+    few = tell(
+        "There are too few texts to measure how many members are found at a low false positive rate: a rate of 1 % "
+        "needs 100 texts of each kind."
+    )
+    return [*([concluded, says] if nothing else [says, concluded]), few]
 
 
 def _without_the_model(done: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from torch import nn
 
-from rasura.accounting.ledger import parsed
-from rasura.accounting.states import read
+from rasura.accounting.ledger import parsed, releases_in
 from rasura.core.errors import InputError
 from rasura.runs.membership_rows import trained_under
 
@@ -54,6 +53,6 @@ def trained_before(model: str) -> str:
 def _spent(ledger: Path) -> str:
     try:
         state, _ = parsed(ledger)
-        return f"under {' + '.join(map(str, state['defense']))} ({sum(count for _, count in read(state)[0])} releases)"
+        return f"under {' + '.join(map(str, state['defense']))} ({releases_in(ledger)} releases)"
     except (InputError, LookupError, TypeError):
         return "and its ledger cannot be read"
