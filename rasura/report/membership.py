@@ -121,7 +121,7 @@ def _figures(
     missing: Sequence[str],
     nothing: Sequence[str],
 ) -> list[str]:
-    """What the attacks found, and what follows. That nothing follows comes first: nobody reads on behind a large figure."""
+    """What the attacks found, and what follows; where nothing follows, that comes first."""
     members, others = plan["n_members"], plan["n_others"]
     concluded = conclusion(real, rates, missing, nothing)
     if rates:
