@@ -135,6 +135,21 @@ def test_frozen_blocks_leave_the_upper_ones(family: str) -> None:
     assert any(n.startswith(second) for n in sent)
 
 
+@pytest.mark.parametrize(("family", "first", "second"), [
+    ("t5", ["encoder.block.0.", "decoder.block.0."], ["encoder.block.1.", "decoder.block.1."]),
+    ("electra", ["encoder.layer.0.", "embeddings_project"], ["encoder.layer.1."]),
+    ("albert", ["embedding_hidden_mapping_in"], ["albert_layer_groups"]),
+])  # fmt: skip
+def test_frozen_blocks_are_those_of_every_stack_and_what_stands_before_them(
+    family: str, first: list[str], second: list[str]
+) -> None:
+    """The encoder of T5, which reads the text, was trained; and so was the projection behind ELECTRA's embeddings."""
+    protection = chain(frozen_blocks(0 if family == "albert" else 1))
+    sent = send(family, "classification", protection).message.gradients
+    assert not any(part in n for part in first for n in sent)
+    assert all(any(part in n for n in sent) for part in second)
+
+
 def test_frozen_blocks_zero_is_frozen_embeddings_and_too_many_are_refused() -> None:
     zero, embeddings = (send("bert", "classification", chain(d)) for d in (frozen_blocks(0), frozen_embeddings()))
     assert zero.message.gradients.keys() == embeddings.message.gradients.keys()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from rasura.core.interfaces import AttackFailed, Budget, InputError, NotApplicable
 from rasura.core.rng import generator
@@ -18,9 +20,9 @@ from rasura.core.wire import from_bytes, to_bytes
 from rasura.defenses.homomorphic import Sealed, added, opened_sum
 from rasura.defenses.homomorphic_keys import make_keys
 from rasura.defenses.sealing import Sealing, agreed_scales, flattened, mask, parsed, sealing, unflattened
-from rasura.defenses.significance import NAMED, scores, sensitivity
+from rasura.defenses.significance import NAMED, named, scores, sensitivity
 from rasura.registry import attack, parse_defense
-from rasura.testing.tiny import CAUSAL_VOCABULARY, CLS, SEP, VOCABULARY, batch_for, batch_of, tiny
+from rasura.testing.tiny import ALL, CAUSAL_VOCABULARY, CLS, SEP, VOCABULARY, WORDS, batch_for, batch_of, tiny
 from rasura.victims.models import parts
 from rasura.victims.step import step
 
@@ -151,6 +153,43 @@ def test_policies_name_whole_tensors(policy: str, family: str) -> None:
         assert all(g[n].dim() == 1 or "classifier" in n or "score" in n or "pooler" in n for n in clear)
     if policy == "attn":
         assert all("att" in n.lower() for n in names)
+
+
+def of_several_stacks(family: str) -> torch.nn.Module:
+    """A classifier whose blocks stand in more than one list."""
+    torch.manual_seed(0)
+    if family == "bart":
+        return transformers.BartForSequenceClassification(transformers.BartConfig(
+            vocab_size=WORDS, max_position_embeddings=32, d_model=16, encoder_ffn_dim=32, decoder_ffn_dim=32,
+            encoder_layers=2, decoder_layers=2, encoder_attention_heads=2, decoder_attention_heads=2,
+        ))  # fmt: skip
+    if family == "xlm":
+        return transformers.XLMForSequenceClassification(
+            transformers.XLMConfig(vocab_size=WORDS, emb_dim=16, n_layers=2, n_heads=2)
+        )
+    return tiny(family, "classification")
+
+
+EVERY = [*ALL, "bart", "xlm"]
+
+
+@pytest.mark.parametrize("family", EVERY)
+def test_structural_leaves_the_head_and_norms_alone_clear(family: str) -> None:
+    """The encoder of T5 and BART stayed clear, half of XLM, and the projection behind ELECTRA's and ALBERT's embeddings."""
+    model = of_several_stacks(family)
+    parameters = dict(model.named_parameters())
+    sealed = named("structural", model, parameters)
+    clear = [n for n, p in parameters.items() if p.dim() > 1 and n not in sealed]
+    head = ("classifi", "score", "pooler", "head", "sequence_summary", "logits_proj")
+    assert all(any(part in n for part in head) for n in clear), clear
+
+
+@pytest.mark.parametrize("family", sorted({*EVERY} - {"xlnet"}))
+def test_attention_is_sealed_in_every_stack(family: str) -> None:
+    model = of_several_stacks(family)
+    sealed = named("attn", model, dict(model.named_parameters()))
+    names = {n for n, _ in model.named_parameters() if re.search(r"att(n|ention)\w*\.", n, re.IGNORECASE)}
+    assert names and {n for n in names if n.endswith("weight") and not re.search("norm|bias", n.lower())} <= sealed
 
 
 def test_fifths_part_the_layers() -> None:

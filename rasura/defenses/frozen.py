@@ -16,7 +16,7 @@ from rasura.core.rng import Randomness
 from rasura.core.specs import TEXT, DefenseSpec
 from rasura.core.values import Stage
 from rasura.defenses.compose import stateless
-from rasura.defenses.structure import blocks, embedding_parameters
+from rasura.defenses.structure import embedding_parameters, stacks
 
 Frozen = list[nn.Parameter] | None
 """The state: the parameters that were trainable before, which ``undo`` makes trainable again."""
@@ -43,7 +43,8 @@ def _freeze(
 
 
 def frozen_embeddings() -> Transform[nn.Module, nn.Module, Frozen]:
-    """Freeze the embeddings (words, positions, types, their norm), as in GRAB's practical setting (GRAB, sec. 5).
+    """Freeze the embeddings (words, positions, types, their norm and their projection to the width of the blocks), as in
+    GRAB's practical setting (GRAB, sec. 5).
 
     If a causal model ties its output layer to the word embedding, that layer is frozen too, since they are one parameter.
     Under LoRA the base embeddings are already frozen, so nothing changes.
@@ -52,7 +53,8 @@ def frozen_embeddings() -> Transform[nn.Module, nn.Module, Frozen]:
 
 
 def frozen_blocks(n: int) -> Transform[nn.Module, nn.Module, Frozen]:
-    """Freeze the embeddings and the first ``n`` transformer blocks; ``frozen_blocks(0)`` freezes only the embeddings.
+    """Freeze the embeddings and the first ``n`` transformer blocks; ``frozen_blocks(0)`` freezes only the embeddings. Of a
+    model with encoder and decoder, these are the first ``n`` of each.
 
     Raises ``InputError`` for a negative ``n``, and when the model has fewer than ``n`` blocks. Adapters (LoRA) inside a
     frozen block are frozen with it.
@@ -61,10 +63,10 @@ def frozen_blocks(n: int) -> Transform[nn.Module, nn.Module, Frozen]:
         raise InputError(f"frozen-blocks: n is {n!r}; expected a whole number of blocks, 0 or more")
 
     def select(model: nn.Module) -> list[nn.Parameter]:
-        stack = blocks(model)
-        if n > len(stack):
-            raise InputError(f"frozen-blocks: n is {n}, but the model has {len(stack)} blocks; pass {len(stack)} or fewer")
-        return embedding_parameters(model) + [p for block in list(stack)[:n] for p in block.parameters()]
+        lists = stacks(model)
+        if n > (count := min(map(len, lists))):
+            raise InputError(f"frozen-blocks: n is {n}, but the model has {count} blocks; pass {count} or fewer")
+        return embedding_parameters(model) + [p for stack in lists for block in list(stack)[:n] for p in block.parameters()]
 
     return _freeze(FrozenBlocks(n), select)
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from rasura.core.interfaces import InputError, NotApplicable
 from rasura.core.rng import Randomness, uniform
 from rasura.core.updates import classified
-from rasura.defenses.structure import blocks, embedding_parameters
+from rasura.defenses.structure import embedding_parameters, stacks, up_to_the_blocks
 
 SCORED = ("grad", "param", "prodsig", "random", "sens", "sens-exact", "sens-discrete")
 """Metrics that score every entry; the entries with the largest scores are sealed."""
@@ -162,17 +162,13 @@ def named(policy: str, model: nn.Module, names: Iterable[str]) -> set[str]:
         return set(every)
     parameters = dict(model.named_parameters())
     embedding = {id(p) for p in embedding_parameters(model)}
-    stack = blocks(model)
-    inside = {id(p) for p in stack.parameters()}
     if policy == "structural":
-        return {
-            n for n in every if id(parameters[n]) in embedding or (id(parameters[n]) in inside and parameters[n].dim() > 1)
-        }
+        chosen = embedding | {id(p) for p in up_to_the_blocks(model) if p.dim() > 1}
+        return {n for n in every if id(parameters[n]) in chosen}
     if policy == "attn":
-        attention = {
-            id(p) for block in stack for part, m in block.named_modules() if "attn" in part or "attention" in part.lower()
-            for p in m.parameters()
-        }  # fmt: skip
+        called = {m: name.rpartition(".")[2] for name, m in model.named_modules()}
+        inside = ((f"{called[stack]}.{part}".lower(), m) for stack in stacks(model) for part, m in stack.named_modules())
+        attention = {id(p) for part, m in inside if "attn" in part or "attention" in part for p in m.parameters()}
         found = {n for n in every if id(parameters[n]) in attention}
         if not found:
             raise InputError(f"{type(model).__name__} has no module named attention or attn in its blocks")
