@@ -14,7 +14,8 @@ from rows import GUESS, MANY, READ, column, record
 
 from rasura.core.batches import Batch
 from rasura.core.errors import InputError, NotApplicable
-from rasura.core.rng import generator
+from rasura.core.rng import generator, secret_generator
+from rasura.core.wire import to_bytes
 from rasura.registry import DEFENSES, parse_defense
 from rasura.report.findings import findings
 from rasura.report.head import Made
@@ -22,8 +23,9 @@ from rasura.report.language import LANGUAGES, written_in
 from rasura.report.page import render
 from rasura.report.protections import protection_rows
 from rasura.report.ways import SOURCE, VALUES, WAYS, way_lines, way_of
-from rasura.testing.tiny import CLS, SEP, batch_of, tiny
-from rasura.victims.step import message_for
+from rasura.runs.scoring import sent_bytes
+from rasura.testing.tiny import CLS, SEP, VOCABULARY, batch_of, tiny
+from rasura.victims.step import message_for, step
 
 TABLE = Path(__file__).resolve().parents[1] / SOURCE.partition(",")[0]
 NAMES = {
@@ -187,3 +189,14 @@ def test_what_is_no_opened_sum_is_not_applicable_in_words(defense: str, count: i
     for kind in (NotApplicable, InputError):  # an audit records it, a training stops with one line
         with pytest.raises(kind, match=re.escape(why)):
             message_for(model, batch(count).inputs(), count, parse_defense(defense), generator(0, "x"))
+
+
+def test_what_an_audit_shows_of_a_sum_is_never_sent() -> None:
+    """It is the gradient in the clear, and a client that took it for a message sent its batch in the open."""
+    model, defense = tiny("bert", "classification", hidden=8, blocks=1), parse_defense("sealing:all/by=secagg")
+    with pytest.raises(InputError, match=r"in the clear.*rasura new federated.*secure_aggregation\.client\.Client"):
+        step(model, batch(4), defense, task="classification", vocabulary=VOCABULARY, rng=secret_generator())
+    taken = step(model, batch(4), defense, task="classification", vocabulary=VOCABULARY, rng=generator(0, "x"))
+    assert sent_bytes(taken.message) > 0
+    with pytest.raises(InputError, match="an audit shows in place of a secure sum"):
+        to_bytes(taken.message)

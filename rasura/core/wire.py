@@ -35,6 +35,9 @@ DIMENSIONS = 16
 
 LONGEST_NAME = 256
 
+AUDITED = "sent_bytes"
+"""In a header, it marks what an audit shows in place of a secure sum, and states the bytes that one client would send."""
+
 
 class WireError(InputError):
     """Bytes that are not a message, or that do not agree with their own header."""
@@ -97,8 +100,13 @@ def mask_digest(visible: Mapping[str, Tensor]) -> str:
 
 
 def to_bytes(message: Message) -> bytes:
-    """``message`` as bytes. Raises ``InputError`` for a tensor of a kind that is not sent, and for names or header values
-    that a receiver would refuse."""
+    """``message`` as bytes. Raises ``InputError`` for a tensor of a kind that is not sent, for names or header values that a
+    receiver would refuse, and for what an audit shows in place of a secure sum."""
+    if AUDITED in message.header:
+        raise InputError(
+            "this message is what an audit shows in place of a secure sum, in the clear; no client sends it. Sum updates by "
+            "the Flower app (rasura new federated), or by rasura.defenses.secure_aggregation.client.Client"
+        )
     tensors: dict[str, Any] = {}
     parts: list[bytes] = []
     for name, gradient in message.gradients.items():

@@ -194,7 +194,7 @@ def sealing(
 
     def apply(message: Message, state: Sealer, rng: Randomness) -> tuple[Message, Sealer]:
         if settings.scheme == "secagg":
-            return seen_sum(message, examples_of(state.inputs)), state
+            return seen_sum(message, examples_of(state.inputs), rng), state
         sealed = agreed or mask(settings, state.model, message.gradients, state.inputs, rng)
         visible = {
             n: ~hidden & message.visible[n] if n in message.visible else ~hidden for n, hidden in sealed.items()

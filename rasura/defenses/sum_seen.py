@@ -9,8 +9,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from rasura.core.errors import Unseen
+from rasura.core.errors import InputError, Unseen
+from rasura.core.rng import Randomness, SecretGenerator
 from rasura.core.values import Message
+from rasura.core.wire import AUDITED
 from rasura.defenses.secure_aggregation.encoding import Blocks, Encoding, decoded, encoded
 from rasura.defenses.secure_aggregation.messages import HEAD
 
@@ -37,13 +39,20 @@ def check_sum(whole: bool, noise: float, clients: int) -> None:
         )
 
 
-def seen_sum(message: Message, clients: int) -> Message:
+def seen_sum(message: Message, clients: int, rng: Randomness) -> Message:
     """``message``, the mean of ``clients`` gradients, as the opened sum gives it: rounded to 16 bits of each tensor's scale,
     twice its largest entry and up to a power of two. Its header states the bytes that one client sent.
 
     Departure from a round: the mean is rounded once, where each client rounds its own part; either way, the error is at most
-    half a step. Raises ``Unseen`` for an update that is not one gradient of all examples.
+    half a step. Raises ``Unseen`` for an update that is not one gradient of all examples, and ``InputError`` where ``rng``
+    is a deployment's: there the message would be sent.
     """
+    if isinstance(rng, SecretGenerator):
+        raise InputError(
+            "secure aggregation sums the updates of several clients; one step has a single client's, which would be sent in "
+            "the clear. Use the Flower app (rasura new federated), or rasura.defenses.secure_aggregation.client.Client; an "
+            "audit of the sum passes a seeded generator (rasura.core.rng.generator)"
+        )
     if message.kind != "fedsgd":
         raise Unseen(f"a message of kind {message.kind} is that of one client; the sum of several is audited as fedsgd")
     entries = {}
@@ -56,7 +65,7 @@ def seen_sum(message: Message, clients: int) -> Message:
             g = torch.from_numpy(decoded(steps.astype("int64"), blocks, encoding)).to(g).view_as(g)
         entries[name] = g
     whole = Encoding(max(1, sum(g.numel() for g in entries.values())), BITS, clients)
-    return replace(message, gradients=entries, header={**message.header, "sent_bytes": HEAD + whole.packed_bytes})
+    return replace(message, gradients=entries, header={**message.header, AUDITED: HEAD + whole.packed_bytes})
 
 
 def examples_of(inputs: Mapping[str, Tensor]) -> int:

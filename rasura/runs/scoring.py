@@ -19,7 +19,7 @@ from rasura.core.interfaces import Metric
 from rasura.core.records import LABELS, MASK
 from rasura.core.so_far import SoFar
 from rasura.core.values import UNKNOWN, Message, Reconstruction, Transcript, Vocabulary
-from rasura.core.wire import to_bytes
+from rasura.core.wire import AUDITED, to_bytes
 from rasura.data.images import data_url
 from rasura.metrics.image import paired_images, ssim
 from rasura.metrics.intervals import mean_or_interval
@@ -227,7 +227,7 @@ def sent_bytes(message: Message) -> int:
     """The size of ``message`` on the wire if something is sealed, otherwise of its entries, in bytes."""
     clear = sum(g.numel() * g.element_size() for g in message.gradients.values())
     whole = len(to_bytes(message)) if message.sealed else clear
-    return int(str(message.header.get("sent_bytes", whole)))
+    return int(str(message.header.get(AUDITED, whole)))
 
 
 def versions() -> dict[str, str]:

@@ -175,7 +175,8 @@ def step(
     same masks. Masks from a ``SecretGenerator`` cannot be repeated. ``expected``: the mean batch size under random sampling;
     None for batches of a fixed size. ``public``: the model that the client knew before a server sent ``model``; protections
     of the data use it. ``record``: receives the number of entries of each aggregated tensor, where noise is drawn.
-    ``most``, ``kept`` and ``counts`` as in ``message_for``. Raises ``NotApplicable`` if what is sent is not finite.
+    ``most``, ``kept`` and ``counts`` as in ``message_for``. Raises ``NotApplicable`` if what is sent is not finite, and
+    ``InputError`` for secure aggregation with a ``SecretGenerator``, which only an audit can show of one step.
     """
     if local.kind != "fedsgd" and any(p.stage is Stage.AGGREGATE and p.mechanism.name != "mean" for p in defense):
         raise InputError(
