@@ -185,9 +185,9 @@ def main() -> None:
             "num-server-rounds": told.rounds, "min-clients": told.clients - len(at), "allow-few-clients": True,
             "model": told.model, "limit": told.limit,
             "data": str(Path(told.data).resolve()), "update": told.update, "results": str(place / "results.json"),
-            "timeout": told.timeout, "identities": str(make_identities(place, told.clients)[-1]),
-            "identity": str(place / "identity-{client}.secret"),
+            "timeout": told.timeout, "identity": str(place / "identity-{client}.secret"),
         }  # fmt: skip
+        known = str(make_identities(place, told.clients)[-1])
         if told.test:
             count = classes_for(told.model, 0)
             rows = load_labelled(told.test, model_classes(told.model), told.model, count=count)[: told.tested]
@@ -204,7 +204,8 @@ def main() -> None:
             with federation(told.where, told.clients, home, kill_at, absent):
                 for number, defense in some:
                     kept = place / f"models-{number}"
-                    config = {**common, "defense": defense, "save": str(kept / "{client}" / "{round}")}
+                    named = known if "by=secagg" in defense else ""
+                    config = {**common, "defense": defense, "identities": named, "save": str(kept / "{client}" / "{round}")}
                     one = run(app, told.where, told.clients, home, config, told.timeout)
                     one["difference"] = {
                         r: difference(kept / "0" / r, place / "models-0" / "0" / r) for r in one["rounds"] if number

@@ -372,6 +372,24 @@ def test_the_app_sums_securely_by_default_with_identities_and_no_other_keys(
 
 
 @pytest.mark.usefixtures("flower")
+def test_the_app_with_identities_says_what_to_empty_for_another_defense(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rasura.integrations.flower.new_app import new_app
+
+    place = new_app(folder / "app", 3)
+    monkeypatch.syspath_prepend(str(place))
+    try:
+        with pytest.raises(InputError, match='leave identities empty: identities = ""'):
+            simulated(place, folder, defense="none")
+        rounds = simulated(place, folder, defense="none", identities="")
+    finally:
+        for name in [n for n in sys.modules if n.split(".")[0] == "federated"]:
+            del sys.modules[name]
+    assert [r["server"]["counted"] for r in rounds.values()] == [2, 2]
+
+
+@pytest.mark.usefixtures("flower")
 def test_the_app_counts_rounds_with_noise_in_a_file_and_goes_on_there(
     app_modules: Path, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

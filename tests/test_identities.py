@@ -247,6 +247,19 @@ def test_flower_sums_with_identities_and_says_where_there_are_none(caplog: pytes
     assert caplog.text.count("the keys of the clients are not authenticated") == 4
 
 
+@pytest.mark.parametrize("defense", ["none", "gaussian:0.1", "sealing:all/by=bfv", "sealing:param=0.5/scheme=ckks"])
+def test_identities_that_are_not_checked_are_refused(defense: str) -> None:
+    """They were dropped in silence, and clients ran without a check of each other."""
+    from rasura.defenses.homomorphic_keys import make_keys
+    from rasura.integrations.flower import agree, needs_keys
+
+    scheme: Any = "ckks" if "ckks" in defense else "bfv"
+    keys = make_keys(4, scheme) if needs_keys(defense) else None
+    with pytest.raises(InputError, match=r"identities would not be checked .* leave identities empty"):
+        agree(defense, model(), keys, identities=KNOWN)
+    assert agree(defense, model(), keys).identities == ()
+
+
 def test_the_command_makes_identities(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from rasura.cli.keys import keys
     from rasura.integrations.flower.identities import load_identity, read_identities

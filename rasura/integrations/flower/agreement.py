@@ -141,8 +141,8 @@ def agree(
     of fewer than ``min_clients``. Less than three are refused without ``allow_few_clients``, where a defense seals; with it,
     the log says here and in every such round that clients can obtain each other's updates.
     With secure aggregation and ``identities`` (``read_identities``), it checks that each key of a round was signed by one
-    of them. Raises ``InputError`` for a mask that clients cannot agree on or that seals nothing, sealing
-    without a scheme or without keys, keys of another scheme, and weights in bfloat16.
+    of them. Raises ``InputError`` for ``identities`` without secure aggregation, a mask that clients cannot agree on or that
+    seals nothing, sealing without a scheme or without keys, keys of another scheme, and weights in bfloat16.
     """
     start = {n: p.detach().cpu().clone() for n, p in model.named_parameters() if p.requires_grad}
     if not start:
@@ -152,6 +152,11 @@ def agree(
             kind = str(tensor.dtype).removeprefix("torch.")
             raise InputError(f"{name} is in {kind}, which Flower's arrays cannot hold; load the model in float32")
     wanted = _checked(defense)
+    if identities and not any(sealing.parsed(value).scheme == "secagg" for value in wanted):
+        raise InputError(
+            f"the {len(identities)} identities would not be checked under the defense {defense!r}: only secure aggregation "
+            'checks them. Use sealing:all/by=secagg, or leave identities empty: identities = "" in the app\'s pyproject.toml'
+        )
     sealed: dict[str, Tensor] = {}
     frozen = _frozen(defense, model, start)
     if wanted:
