@@ -16,10 +16,12 @@ from rasura.attacks.updates.candidates import agreement, fall, last_weights, sco
 from rasura.cli import app
 from rasura.cli.candidates import listed
 from rasura.core.interfaces import InputError
+from rasura.core.rng import generator, permutation
 from rasura.core.updates import changed
 from rasura.data.text import Example
 from rasura.metrics.membership import auc, tpr_at
 from rasura.registry import parse_update
+from rasura.runs.candidate_rounds import reliability, simulate
 from rasura.runs.candidates import (
     ENOUGH,
     IN,
@@ -28,12 +30,11 @@ from rasura.runs.candidates import (
     inputs_of,
     judged,
     read_candidates,
-    reliability,
     rows_of,
-    simulate,
 )
 from rasura.runs.reading import ReadRequest
-from rasura.testing.tiny import CLS, SEP, VOCABULARY, batch_of, tiny
+from rasura.testing.tiny import CLS, SEP, VOCABULARY, batch_of, tiny, tokenizer_folder
+from rasura.victims.batching import joined
 from rasura.victims.loading import Victim, load
 
 ROWS = [batch_of([[CLS, 3 + k, 20 + k, 40 - k, 9, SEP]], "classification", [k % 2]) for k in range(8)]
@@ -47,8 +48,6 @@ def victim() -> Victim:
     "update", ["fedsgd", "local:batch=2/lr=1e-3/epochs=2", "local:batch=4/epochs=3/lr=1e-3/schedule=linear"]
 )
 def test_the_texts_of_a_round_score_above_others(update: str) -> None:
-    from rasura.victims.batching import joined
-
     one, (local, _) = victim(), parse_update(update)
     inside = joined(ROWS[:4], 0).inputs()
     names = [n for n, _ in one.model.named_parameters()]
@@ -117,6 +116,52 @@ def test_simulated_rounds_hide_what_is_hidden(update: str) -> None:
     apart = [abs(a - b) for a in values for b in values]
     assert all(min(d, abs(d - 2)) < 1e-6 for d in apart) and max(apart) > 1
     assert simulate(one, ROWS, names, local, 3, 1, seed=0, visible={}) == simulate(one, ROWS, names, local, 3, 1, seed=0)
+
+
+def test_candidates_are_ranked_among_references_of_their_own_class(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A round of class 1: among references of class 0, most texts of class 1 that were in no round had p <= .01."""
+    one = load(tokenizer_folder(tiny("bert", "classification", num_labels=2), tmp_path / "model"), "classification")
+    words = list(one.tokenizer.get_vocab())
+    drawn = permutation(100_000, generator(3)).tolist()
+    texts = [" ".join(words[k % (len(words) - 6) + 6] for k in drawn[8 * n : 8 * n + 8]) for n in range(160)]
+    inside = joined(rows_of(one, [Example(t, None, 1) for t in texts[:2]]), 0)
+    sent, _ = changed(one.model, inside.inputs(), [n for n, _ in one.model.named_parameters()])
+    save_file({n: g.contiguous() for n, g in sent.items()}, str(tmp_path / "update.safetensors"))
+
+    def read(rare: int, given: list[tuple[str, int]]) -> CandidatesRead:
+        """With 99 references of the other class, and three of the class ``rare``."""
+        for name, rows in (("c", given), ("r", [(t, rare if k < 3 else 1 - rare) for k, t in enumerate(texts[50:152])])):
+            lines = [json.dumps({"text": t, "label": label}) + "\n" for t, label in rows]
+            (tmp_path / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
+        request = ReadRequest(reference=tmp_path / "r.jsonl", update="fedsgd")
+        return read_candidates(tmp_path / "update.safetensors", tmp_path / "c.jsonl", one, request)
+
+    others = [(t, 1) for t in texts[10:40]]
+    found = read(1, [*others, (texts[40], 0)])
+    assert {c.verdict for c in found.candidates[:-1]} == {"no level"} and found.few == {"1": 3}
+    assert min(c.p or 0 for c in found.candidates[:-1]) >= 1 / 4 and found.candidates[-1].verdict != "no level"
+    listed(found, None)
+    assert "too few reference texts: 1 (3); an answer needs 99" in " ".join(capsys.readouterr().out.split())
+    found = read(0, [(texts[1], 1), *others, (texts[40], 0)])
+    assert (found.candidates[0].p, found.candidates[0].verdict) == (0.01, IN), "it was in the round"
+    assert sum(c.verdict == IN for c in found.candidates[1:]) <= 1
+    assert found.candidates[-1].verdict == "no level" and found.few == {"0": 3}
+
+
+def test_simulated_rounds_compare_texts_of_the_same_class() -> None:
+    """Texts of class 1 score above those of class 0: that says nothing about which of them were in the round."""
+    labels = [0] * 200 + [1] * 200
+    inside = [k % 2 == 0 for k in range(400)]
+    values = [float(member) if label == 0 else 5.0 for label, member in zip(labels, inside)]
+    ranked, rate = reliability([(values, inside)] * 3, labels)
+    assert ranked is not None and (ranked.mean, ranked.n) == (0.75, 400)
+    assert rate is not None and (rate.mean, rate.low, rate.high, rate.n) == (0.5, 0.0, 1.0, 200)
+    one = reliability([([float(label) for label in labels], [k >= 100 for k in range(400)])], labels)[0]
+    assert one is not None and one.mean == 0.5 and one.n == 200, "class 1 is inside alone: nothing to compare it with"
+    assert reliability([([0.0, 1.0], [False, True])], [0, 1]) == (None, None)
+    listed(CandidatesRead((), 2, simulated=1, few={"0": 1}), None)
 
 
 def test_of_many_candidates_it_is_said_how_many_are_in_the_round_by_chance(capsys: pytest.CaptureFixture[str]) -> None:

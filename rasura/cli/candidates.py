@@ -51,8 +51,15 @@ def listed(found: Any, size: int | None) -> None:
         out.print(f"the batch holds {size}: no more texts are said to be in the round")
     if found.repeated:
         out.print(f"{found.repeated} repeated reference texts were left out: a text counts once, as the model sees it")
-    if found.references < ENOUGH:
+    if found.few:
+        classes = ", ".join(f"{name} ({count})" for name, count in found.few.items())
+        say(f"no answer for classes with too few reference texts: {classes}; an answer needs {ENOUGH} of the text's class")
+    elif found.references < ENOUGH:
         out.print(f"no answer: {found.references} reference texts that were not in the round; an answer needs {ENOUGH}")
+    if found.simulated and found.auc is None:
+        out.print(
+            f"in {found.simulated} simulated rounds, no class had reference texts both inside and outside: nothing measured"
+        )
     if found.auc is not None:
         low, high = found.auc.low, found.auc.high
         out.print(f"in {found.simulated} simulated rounds: AUC {found.auc.mean:.2f} ({low:.2f} to {high:.2f})")

@@ -4,55 +4,39 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from rasura.core.batches import Batch, contents, places_of_each
 from rasura.core.given import of_kind
 from rasura.core.interfaces import InputError
-from rasura.core.local import Local
-from rasura.core.rng import generator, permutation
-from rasura.core.updates import changed
-from rasura.core.values import Observation
 from rasura.data.classes import class_names, model_classes
 from rasura.data.text import Example, encode, load_examples, load_labelled
-from rasura.metrics.intervals import pairs_interval
-from rasura.metrics.membership import Rate, auc, needed, tpr_at
+from rasura.metrics.membership import Rate, needed
 from rasura.registry.candidates import like_earlier, scores
+from rasura.runs.candidate_rounds import LEVEL, Text, by_label, not_simulated, reliability, simulate
 from rasura.runs.reading import ReadRequest, observed
 from rasura.runs.reading_checks import LOADED
-from rasura.runs.update_files import Update
-from rasura.victims.batching import joined, split
+from rasura.victims.batching import split
 from rasura.victims.loading import Victim, with_one_label
 
-LEVEL = 0.01
-"""Maximum false positive rate, among texts that were not in the round, of the answer that a candidate was in it."""
-
 ENOUGH = needed(LEVEL) - 1
-"""Minimum number of different reference texts for an answer at that level."""
+"""Minimum number of different reference texts with a candidate's label for an answer at that level."""
 
 IN, LIKE, BEYOND = "in the round", "much like a text that scores higher", "more than the batch holds"
 """Answers of candidates at ``LEVEL``. ``IN``: this text, or one much like it. ``LIKE``: much like a candidate with a higher
 score, which explains its own. ``BEYOND``: as many texts as the batch holds have higher scores."""
 
-Text = Mapping[str, Tensor]
-"""One text, as keyword arguments of the model."""
-
-Round = tuple[list[float], list[bool]]
-"""The score of each text in a simulated round, and whether the round trained on it."""
-
 
 @dataclass(frozen=True)
 class Candidate:
-    """One given text. ``score``: higher is likelier. ``p``: the fraction of texts outside the round that score as high or
-    higher, estimated from the reference texts; None without them. ``verdict``: ``in the round`` (this text, or one much like
-    it, which reference texts are not), ``much like a text that scores higher``, ``more than the batch holds``, ``not told``
-    or ``no level``.
+    """One given text. ``score``: higher is likelier. ``p``: the fraction of texts outside the round with its label (causal
+    models: of all texts outside) that score as high or higher, estimated from such reference texts; None without any.
+    ``verdict``: ``in the round`` (this text, or one much like it, which reference texts are not), ``much like a text that
+    scores higher``, ``more than the batch holds``, ``not told`` or ``no level``.
     """
 
     text: str
@@ -64,9 +48,10 @@ class Candidate:
 @dataclass(frozen=True)
 class CandidatesRead:
     """The candidates in the file's order, and the reliability of the score: its AUC and its true positive rate at 1 % false
-    positives in ``simulated`` rounds of reference texts; None without simulated rounds, or with fewer texts than the level
-    needs. ``references``: different reference texts, as the model sees them; ``repeated``: rows that were left out.
-    ``by_chance``: so many candidates are ``in the round`` on average, at most, if none of them was in it."""
+    positives among texts of the same label, in ``simulated`` rounds of reference texts; None without simulated rounds, or
+    with fewer texts of each label than it takes. ``references``: different reference texts, as the model sees them;
+    ``repeated``: rows that were left out. ``by_chance``: so many candidates are ``in the round`` on average, at most, if
+    none of them was in it. ``few``: the classes of candidates with fewer than ``ENOUGH`` reference texts, and how many."""
 
     candidates: tuple[Candidate, ...]
     references: int
@@ -75,6 +60,7 @@ class CandidatesRead:
     tpr: Rate | None = None
     repeated: int = 0
     by_chance: float = 0.0
+    few: Mapping[str, int] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as ``rasura read --candidates --json`` prints them."""
@@ -95,12 +81,12 @@ def read_candidates(
 ) -> CandidatesRead:
     """Decide for each text of the file ``candidates`` whether it was in the round that produced the update in ``path``.
 
-    ``request.reference``: texts of the same kind that were not in the round. With ``ENOUGH`` of them a candidate's ``p`` is
-    at most ``LEVEL`` for one in a hundred texts that were not in the round; with fewer there is no answer. ``simulated``:
-    rounds trained here on half of the reference texts (``request.size`` if it is known), as in ``request.update`` and with
-    the same entries hidden, to measure the score where the truth is known. ``progress`` counts each text once, and the
-    reference texts once more in each simulated round. Raises ``InputError`` for bad input, for a model
-    that is no classifier with one label a text, and if simulated rounds would leave out something of the request
+    ``request.reference``: texts of the same kind that were not in the round. With ``ENOUGH`` of them that have a candidate's
+    label, its ``p`` is at most ``LEVEL`` for one in a hundred such texts that were not in the round; with fewer there is no
+    answer. ``simulated``: rounds trained here on half of the reference texts (``request.size`` if it is known), as in
+    ``request.update`` and with the same entries hidden, to measure the score where the truth is known. ``progress`` counts
+    each text once, and the reference texts once more in each simulated round. Raises ``InputError`` for bad input, for a
+    model that is no classifier with one label a text, and if simulated rounds would leave out something of the request
     (``not_simulated``).
     """
     request = of_kind(request or ReadRequest(), ReadRequest, "request", "what is known is ReadRequest(batch_size=2)")
@@ -122,8 +108,9 @@ def read_candidates(
         signed = seen.message.sign != "unknown"
         counted = _Counted(len(asked) + len(rows) * (1 + simulated), progress)
         found = scores(victim.model, counted(inputs_of(asked)), sent, local, visible, signed)
-        others = scores(victim.model, counted(inputs_of(rows)), sent, local, visible, signed)
-        told = [judged(s, others) for s in found]
+        labels = [label_of(row) for row in rows]
+        others = by_label(scores(victim.model, counted(inputs_of(rows)), sent, local, visible, signed), labels)
+        told = [judged(s, others.get(label_of(row), ())) for s, row in zip(found, asked)]
         same = [key for row in asked for key in contents(row, labels=True)]
         likeliest = [k for k in places_of_each(same) if told[k][1] == IN]
         likeliest.sort(key=lambda k: -found[k])
@@ -134,10 +121,13 @@ def read_candidates(
             Candidate(e.text, s, p, word.get(key, verdict)) for e, s, (p, verdict), key in zip(given, found, told, same)
         )
         repeated, by_chance = len(read) - len(rows), LEVEL * len(set(same))
+        few = _few(victim, asked, labels)
+        result = CandidatesRead(listed, len(rows), repeated=repeated, by_chance=by_chance, few=few)
         if not simulated:
-            return CandidatesRead(listed, len(rows), repeated=repeated, by_chance=by_chance)
+            return result
         rounds = simulate(victim, rows, list(sent), local, request.size, simulated, request.seed, visible, signed, counted)
-    return CandidatesRead(listed, len(rows), simulated, *reliability(rounds), repeated, by_chance)
+    ranked, rate = reliability(rounds, labels)
+    return replace(result, simulated=simulated, auc=ranked, tpr=rate)
 
 
 class _Counted:
@@ -158,12 +148,28 @@ def _labelled(file: str | Path, victim: Victim) -> list[Example]:
     another text."""
     if victim.task != "classification":
         return list(load_examples(file))
-    classes = class_names(getattr(victim.model.config, "id2label", None)) or model_classes(victim.name)
-    return list(load_labelled(file, classes, victim.name, count=victim.num_labels))
+    return list(load_labelled(file, _classes(victim), victim.name, count=victim.num_labels))
+
+
+def _classes(victim: Victim) -> tuple[str, ...]:
+    return class_names(getattr(victim.model.config, "id2label", None)) or model_classes(victim.name)
+
+
+def label_of(row: Batch) -> int | None:
+    """The label of a batch of one text; None for a causal model, whose labels are the tokens."""
+    return int(row.labels[0]) if row.labels.dim() == 1 else None
+
+
+def _few(victim: Victim, asked: Sequence[Batch], labels: Sequence[int | None]) -> dict[str, int]:
+    """The classes of the texts ``asked`` that fewer than ``ENOUGH`` of the references' ``labels`` are, and how many are."""
+    names = dict(enumerate(_classes(victim)))
+    wanted = sorted({label for row in asked if (label := label_of(row)) is not None})
+    return {names.get(k, str(k)): labels.count(k) for k in wanted if labels.count(k) < ENOUGH}
 
 
 def judged(score: float, others: Sequence[float]) -> tuple[float | None, str]:
-    """The p-value of ``score`` among ``others``, which were not in the round, and the answer at ``LEVEL``."""
+    """The p-value of ``score`` among ``others`` of the same label, which were not in the round, and the answer at
+    ``LEVEL``. A text's gradient depends on its label: others would show how rare the label is, not whether it was there."""
     if not others:
         return None, "no level"
     p = (1 + sum(not other < score for other in others)) / (1 + len(others))
@@ -183,70 +189,7 @@ def answers(alike: Sequence[bool], size: int | None) -> list[str]:
     return out
 
 
-def not_simulated(request: ReadRequest, update: Update, seen: Observation) -> list[str]:
-    """What the round had by the ``request`` and simulated rounds have not, in words: their AUC is of other rounds."""
-    local, wire = request.parsed_update
-    out = ["dropout"] if request.dropout or local.adapter.dropout else []
-    out += [f"{part.mechanism.name}, which --update appends to the message" for part in wire]
-    if local.kind != "fedsgd" and set(update.entries) != set(seen.gradients):
-        out.append("training of the embeddings, which --frozen-embeddings leaves out of this update")
-    return out
-
-
-def simulate(
-    victim: Victim,
-    rows: Sequence[Batch],
-    names: Sequence[str],
-    local: Local,
-    size: int | None,
-    rounds: int,
-    seed: int,
-    visible: Mapping[str, Tensor] | None = None,
-    signed: bool = True,
-    counted: Callable[[Iterable[Text]], Iterable[Text]] = iter,
-) -> list[Round]:
-    """The scores of ``rows`` in each of ``rounds`` rounds that trained the parameters ``names`` on ``size`` of them (half if
-    the size is unknown), and which of them were in it. The mean score outside a round is subtracted from its scores. Of what
-    a round sends, only the entries in ``visible`` are seen, and their sign only if ``signed``."""
-    inside = size or len(rows) // 2
-    if inside < 1 or len(rows) - inside < 1:
-        raise InputError(
-            f"{len(rows)} different reference texts for rounds of {inside} texts; expected more, so that some stay outside "
-            "each round"
-        )
-    out: list[Round] = []
-    for number in range(rounds):
-        rng = generator(seed, "candidates", number)
-        order = permutation(len(rows), rng).tolist()
-        batch = joined([rows[k] for k in order[:inside]], victim.vocabulary.pad_id or 0)
-        device = next(victim.model.parameters()).device
-        order_of = partial(permutation, rng=rng)
-        sent, _ = changed(victim.model, batch.to(device).inputs(), names, local, order_of)
-        sent = {n: g * visible[n] if visible and n in visible else g for n, g in sent.items()}
-        told = scores(victim.model, counted(inputs_of([rows[k] for k in order])), sent, local, visible, signed)
-        found = torch.tensor(told, dtype=torch.double)
-        out.append(((found - found[inside:].mean()).tolist(), [True] * inside + [False] * (len(rows) - inside)))
-    return out
-
-
-def reliability(rounds: Sequence[Round]) -> tuple[Rate, Rate | None]:
-    """The mean AUC and true positive rate of ``rounds`` of the same texts; no rate where a round has too few texts.
-
-    More rounds are no more texts, so both intervals are as wide as those of one round: that of the AUC is of its mean with
-    as many texts as one round has, and that of the rate holds the intervals of all rounds.
-    """
-    inside = sum(rounds[0][1])
-    outside = len(rounds[0][1]) - inside
-    mean = sum(auc(*one).mean for one in rounds) / len(rounds)
-    ranked = Rate(mean, *pairs_interval(mean, inside, outside), inside + outside)
-    if min(inside, outside) < needed(LEVEL):
-        return ranked, None
-    rates = [tpr_at(*one, LEVEL) for one in rounds]
-    found = sum(r.mean for r in rates) / len(rates)
-    return ranked, Rate(found, min(r.low for r in rates), max(r.high for r in rates), rates[0].n)
-
-
-def inputs_of(rows: Sequence[Batch]) -> list[dict[str, torch.Tensor]]:
+def inputs_of(rows: Sequence[Batch]) -> list[dict[str, Tensor]]:
     """The keyword arguments of the model for each of ``rows``."""
     return [row.inputs() for row in rows]
 
