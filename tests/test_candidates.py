@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from tokenizers.processors import Sequence
 from typer.testing import CliRunner
 
 from rasura.attacks.updates.candidates import agreement, fall, last_weights, scores
@@ -93,6 +95,37 @@ def test_nothing_is_said_of_an_empty_update() -> None:
     one = victim()
     with pytest.raises(InputError, match="candidates cannot be compared"):
         scores(one.model, inputs_of(ROWS[:1]), {n: torch.zeros_like(p) for n, p in one.model.named_parameters()})
+
+
+def test_a_text_of_which_nothing_is_predicted_is_refused_with_its_row(tmp_path: Path) -> None:
+    one = load(tokenizer_folder(tiny("gpt2", "causal"), tmp_path / "model"), "causal")
+    one.tokenizer.backend_tokenizer.post_processor = Sequence([])  # as SmolLM2's, which adds no special tokens
+    first, second, *others = one.tokenizer.get_vocab()
+    update = sent_to(tmp_path / "u.safetensors", one, Example(f"{first} {second}"))
+    for name, rows in (("c", [f"{first} {second}", others[0]]), ("r", [f"{second} {first}", others[0]])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in rows), encoding="utf-8")
+        (tmp_path / f"{name}1.jsonl").write_text(json.dumps({"text": rows[0]}) + "\n", encoding="utf-8")
+    for given, references in (("c", "r1"), ("c1", "r")):
+        request = ReadRequest(reference=tmp_path / f"{references}.jsonl", update="fedsgd")
+        with pytest.raises(InputError, match=r"/[cr]\.jsonl, row 2: the text has one token"):
+            read_candidates(update, tmp_path / f"{given}.jsonl", one, request)
+    request = ReadRequest(reference=tmp_path / "r1.jsonl", update="fedsgd")
+    assert read_candidates(update, tmp_path / "c1.jsonl", one, request).candidates[0].score == pytest.approx(1, abs=1e-4)
+
+
+@pytest.mark.parametrize("update", ["fedsgd", "local:batch=0/lr=1e-3"])
+def test_a_text_whose_gradient_is_no_number_stops_no_other(update: str, capsys: pytest.CaptureFixture[str]) -> None:
+    one, (local, _) = victim(), parse_update(update)
+    with torch.no_grad():
+        one.model.get_input_embeddings().weight[50] = torch.nan  # type: ignore[operator]  # a Hugging Face model
+    sent = {n: torch.ones_like(p) for n, p in one.model.named_parameters() if "classifier" in n}
+    bad = batch_of([[CLS, 50, 9, SEP]], "classification", [1])
+    found = scores(one.model, inputs_of([ROWS[0], bad]), sent, local)
+    assert math.isfinite(found[0]) and math.isnan(found[1])
+    listed(CandidatesRead((Candidate("one", found[1], *judged(found[1], [0.5] * ENOUGH)),), ENOUGH), None)
+    assert "no level: its gradient or loss is zero or not finite: one" in capsys.readouterr().out
+    with pytest.raises(InputError, match="the update is zero or not finite"):
+        scores(one.model, inputs_of(ROWS[:1]), {n: torch.full_like(g, torch.nan) for n, g in sent.items()}, local)
 
 
 def test_simulated_rounds_say_what_the_score_is_worth() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -40,7 +41,8 @@ def listed(found: Any, size: int | None) -> None:
 
     for one in found.candidates:
         p = "" if one.p is None else f" p {one.p:.3f}"
-        say(f"{one.verdict}: score {one.score:.4f}{p}: {one.text[:80]}")
+        score = f"score {one.score:.4f}{p}" if math.isfinite(one.score) else "its gradient or loss is zero or not finite"
+        say(f"{one.verdict}: {score}: {one.text[:80]}")
     told = {one.verdict for one in found.candidates}
     if IN in told:
         out.print(

@@ -14,7 +14,7 @@ from rasura.core.batches import Batch, contents, places_of_each
 from rasura.core.given import of_kind
 from rasura.core.interfaces import InputError
 from rasura.data.classes import class_names, model_classes
-from rasura.data.text import Example, encode, load_examples, load_labelled
+from rasura.data.text import Example, encode, load_examples, load_labelled, place_of
 from rasura.metrics.membership import Rate, needed
 from rasura.registry.candidates import like_earlier, scores
 from rasura.runs.candidate_rounds import LEVEL, Text, by_label, not_simulated, reliability, simulate
@@ -22,6 +22,7 @@ from rasura.runs.reading import ReadRequest, observed
 from rasura.runs.reading_checks import LOADED
 from rasura.victims.batching import split
 from rasura.victims.loading import Victim, with_one_label
+from rasura.victims.outputs import predicts
 
 ENOUGH = needed(LEVEL) - 1
 """Minimum number of different reference texts with a candidate's label for an answer at that level."""
@@ -33,10 +34,11 @@ score, which explains its own. ``BEYOND``: as many texts as the batch holds have
 
 @dataclass(frozen=True)
 class Candidate:
-    """One given text. ``score``: higher is likelier. ``p``: the fraction of texts outside the round with its label (causal
-    models: of all texts outside) that score as high or higher, estimated from such reference texts; None without any.
-    ``verdict``: ``in the round`` (this text, or one much like it, which reference texts are not), ``much like a text that
-    scores higher``, ``more than the batch holds``, ``not told`` or ``no level``.
+    """One given text. ``score``: higher is likelier; NaN if its gradient or loss is zero or not finite. ``p``: the fraction
+    of texts outside the round with its label (causal models: of all texts outside) that score as high or higher, estimated
+    from such reference texts; None without any. ``verdict``: ``in the round`` (this text, or one much like it, which
+    reference texts are not), ``much like a text that scores higher``, ``more than the batch holds``, ``not told`` or
+    ``no level``.
     """
 
     text: str
@@ -195,11 +197,17 @@ def inputs_of(rows: Sequence[Batch]) -> list[dict[str, Tensor]]:
 
 
 def rows_of(victim: Victim, examples: Sequence[Example]) -> list[Batch]:
-    """``examples`` in the form that the model takes, one text each; texts that are too long are truncated, as in
-    training."""
+    """``examples`` in the form that the model takes, one text each; texts that are too long are truncated, as in training.
+    Raises ``InputError`` for a text of which a causal model predicts nothing."""
     if not examples:
         return []
     labels = victim.num_labels if victim.task == "classification" else 2
-    return split(
+    rows = split(
         encode(examples, victim.tokenizer, victim.task, max_length=victim.max_length, num_labels=labels, truncate=True)
     )
+    for k, (example, row) in enumerate(zip(examples, rows), 1):
+        if victim.task == "causal" and not predicts(row):
+            raise InputError(
+                f"{place_of(example, k)}: the text has one token, of which the model predicts none; remove the row"
+            )
+    return rows

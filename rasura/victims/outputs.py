@@ -35,9 +35,14 @@ def nats(model: nn.Module, rows: Sequence[Batch], pad: int, together: int = 16) 
     return float(found[:, 0].sum()), int(found[:, 1].sum())
 
 
+def predicts(row: Batch) -> bool:
+    """Whether a causal model predicts a token of ``row``; it predicts none of a text of one token."""
+    return bool((row.labels[:, 1:] != -100).any())
+
+
 def check_predicted(rows: Sequence[Batch], source: str) -> None:
     """Raises ``InputError`` unless a causal model predicts a token of ``rows``, which come from ``source``."""
-    if not any(bool((row.labels[:, 1:] != -100).any()) for row in rows):
+    if not any(map(predicts, rows)):
         raise InputError(
             f"{source}: no text has a token to predict, so nothing would be measured; expected texts of two tokens or more"
         )

@@ -28,15 +28,9 @@ def agreement(
     model: nn.Module, text: Mapping[str, Tensor], sent: Gradients, visible: Mapping[str, Tensor] | None = None
 ) -> float:
     """The cosine of the gradient of one ``text``, as keyword arguments of the model, and what was ``sent`` (as gradients),
-    over visible entries.
-
-    Raises ``InputError`` if either is zero or not finite.
-    """
+    over visible entries; NaN if either is zero or not finite."""
     own, _ = changed(model, _moved(text, model), list(sent))
-    found = cosine(own, sent, visible)
-    if math.isnan(found):
-        raise InputError("the update or a candidate's gradient is zero or not finite; candidates cannot be compared")
-    return found
+    return cosine(own, sent, visible)
 
 
 def _moved(text: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
@@ -50,14 +44,13 @@ def last_weights(model: nn.Module, sent: Gradients, local: Local) -> dict[str, T
 
 
 def fall(model: nn.Module, text: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> float:
-    """How far the loss of one ``text`` falls from the round's first weights to its last, ``after``, over the first loss."""
+    """How far the loss of one ``text`` falls from the round's first weights to its last, ``after``, over the first loss; NaN
+    if the first is zero, or either is not finite."""
     inputs = _moved(text, model)
     with torch.no_grad():
         first = float(model(**inputs).loss)
         last = float(torch.func.functional_call(model, dict(after), (), inputs).loss)
-    if not (first > 0 and abs(last) < float("inf")):
-        raise InputError("a candidate's loss is not a number; candidates cannot be compared")
-    return (first - last) / first
+    return (first - last) / first if 0 < first < math.inf and abs(last) < math.inf else math.nan
 
 
 def scores(
@@ -71,8 +64,11 @@ def scores(
     """How likely each of ``texts`` was in the round that ``sent`` came from; higher is likelier, the scale is arbitrary.
 
     Of one gradient, and where entries are hidden, the ``agreement``, or its size where the sign of what was ``sent`` is not
-    known; of a training, which an adversary knows the weights before and after of, the ``fall`` of the loss.
+    known; of a training, which an adversary knows the weights before and after of, the ``fall`` of the loss. NaN for a text
+    that has none. Raises ``InputError`` if what was ``sent`` is zero or not finite over visible entries.
     """
+    if math.isnan(cosine(sent, sent, visible)):
+        raise InputError("the update is zero or not finite, so candidates cannot be compared; expected one round's")
     if local.kind == "fedsgd" or visible:
         found = [agreement(model, text, sent, visible) for text in texts]
         return found if signed else [abs(score) for score in found]
