@@ -141,6 +141,17 @@ def test_bad_answers_at_any_stage_leave_the_others_theirs() -> None:
             assert largest(weights(made), averaged(dict(made.agreement.start), counted)) <= STEP + 1e-6
 
 
+@pytest.mark.parametrize("allow_few_clients", [False, True])
+def test_a_secure_sum_of_one_client_is_refused_before_any_round(
+    allow_few_clients: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was agreed on, and every round of it failed."""
+    with pytest.raises(InputError, match=r"min_clients is 1: secure aggregation sums at least 2 clients"):
+        agreed(min_clients=1, allow_few_clients=allow_few_clients)
+    assert "can be opened" not in caplog.text
+    assert agreed(min_clients=2, allow_few_clients=True).least == 2
+
+
 def test_clients_open_no_sum_of_fewer_than_they_agreed_on() -> None:
     from rasura.integrations.flower import strategy
 

@@ -22,6 +22,8 @@ from rasura.defenses.secure_aggregation.shamir import SHARE
 
 SESSION = 16
 HEAD = 1 + SESSION
+FEWEST = 2
+"""Clients of a sum, at least: the sum of one is its update."""
 CHECK = 16
 """Bytes of the digest of a share."""
 
@@ -61,10 +63,10 @@ class Setting:
     identities: tuple[bytes, ...] = ()
 
     def __post_init__(self) -> None:
-        if len(self.session) != SESSION or len(self.model) != KEY or self.number < 0 or self.least < 2:
+        if len(self.session) != SESSION or len(self.model) != KEY or self.number < 0 or self.least < FEWEST:
             raise InputError(
                 f"a session of {len(self.session)} bytes, a model's digest of {len(self.model)}, round {self.number}, at "
-                f"least {self.least} clients; expected {SESSION}, {KEY}, 0 or more, 2 or more"
+                f"least {self.least} clients; expected {SESSION}, {KEY}, 0 or more, {FEWEST} or more"
             )
         if list(self.identities) != sorted(set(self.identities)) or any(len(k) != KEY for k in self.identities):
             raise InputError(f"the identities are not different keys of {KEY} bytes in ascending order")

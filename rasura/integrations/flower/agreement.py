@@ -19,7 +19,7 @@ from rasura.core.wire import Limits, mask_digest
 from rasura.defenses import sealing
 from rasura.defenses.homomorphic_keys import LIMIT
 from rasura.defenses.secure_aggregation.encoding import CHECKS
-from rasura.defenses.secure_aggregation.messages import HEAD
+from rasura.defenses.secure_aggregation.messages import FEWEST, HEAD
 from rasura.integrations.flower.library import log
 from rasura.integrations.flower.scales import LEAST, MOST, Scale, each
 from rasura.registry import parse_defense, parts
@@ -163,6 +163,9 @@ def agree(
         settings = sealing.parsed(wanted[0])
         if settings.scheme == "none":
             raise InputError("sealing without a scheme loses the sealed entries; write sealing:.../scheme=bfv")
+        if settings.scheme == "secagg" and min_clients < FEWEST:
+            one = f"min_clients is {min_clients}: secure aggregation sums at least {FEWEST} clients"
+            raise InputError(f"{one}, as the sum of one is its update; expected at least {MIN_CLIENTS}")
         check_few(min_clients, allow_few_clients)
         if told := few(min_clients):
             log(f"min_clients = {min_clients}: {told}")
