@@ -313,7 +313,9 @@ def test_utility_is_that_of_texts_cut_as_the_audited_ones(model_folder: Path, no
     assert (training.truncate, training.max_length) == (True, 6)
 
 
-@pytest.mark.parametrize("setting", ["sealing:param=0.1", "sealing:all/scheme=none", "sealing:attn+bf16", "sealing"])
+@pytest.mark.parametrize(
+    "setting", ["sealing:param=0.1", "sealing:all/scheme=none", "sealing:all/scheme=", "sealing:attn+bf16", "sealing"]
+)
 @pytest.mark.parametrize("scheme", ["", "/by=bfv", "/scheme=ckks", "/by=secagg"])
 def test_a_defense_that_a_new_app_is_told_is_one_that_clients_can_agree_on(setting: str, scheme: str) -> None:
     """The lines left out the scheme and the keys, without which the app refused to start."""
@@ -328,6 +330,12 @@ def test_a_defense_that_a_new_app_is_told_is_one_that_clients_can_agree_on(setti
     (defense,) = re.findall(r'defense = "(.*)"', line)
     keys: Any = "ckks" if "ckks" in scheme else "bfv"
     assert (" --by bfv" in line) is (keys == "bfv" and "secagg" not in scheme) and bool(first) is (keys == "ckks")
+    named = re.findall(r'(clients-key|server-key|identities) = "([^"]*)"', line)
+    if keys == "ckks":  # without these the app found no keys, or was given identities that are not checked
+        paths = {"clients-key": "/path/to/my-keys/clients.secret", "server-key": "/path/to/my-keys/server.public"}
+        assert dict(named) == {**paths, "identities": ""}
+    else:
+        assert named == []
     made = agree(defense, tiny("bert", "classification", hidden=8, blocks=1), make_keys(4, keys))
     assert made.count > 0
 

@@ -127,6 +127,7 @@ def test_the_promise_of_sealing_is_that_of_its_setting(setting: str, promised: s
     [
         ("all", "scheme=none encrypts nothing", "(without encryption, which adds to it)", False),
         ("structural/scheme=none", "scheme=none encrypts nothing", "(without encryption, which adds to it)", False),
+        ("grad=0.1/scheme=", "scheme=none encrypts nothing", "(without encryption, which adds to it)", True),
         ("grad=0.1", "scheme=none encrypts nothing", "(without encryption, which adds to it)", True),
         ("all/by=bfv", "encrypts the most sensitive entries", "(as many as without protection)", False),
         ("all/by=secagg", "shows the server the sum", "(as many as without protection)", False),

@@ -34,7 +34,7 @@ def options_of(part: str) -> tuple[str, str, dict[str, str]]:
 def scheme_of(part: str) -> str:
     """What hides the entries: ``bfv``, ``ckks``, ``secagg`` or ``none``."""
     given = options_of(part)[2]
-    return given.get("by", given.get("scheme", "none"))
+    return given.get("by", given.get("scheme")) or "none"
 
 
 def sealed_promise(part: str) -> str:
@@ -86,9 +86,14 @@ def federated(setting: str) -> list[str]:
         ]  # fmt: skip
     scheme, part = scheme_of(sealing[0]), sealing[0]
     if scheme == "none":
-        kept = [option for option in part.split("/") if option != "scheme=none"]
+        kept = [option for option in part.split("/") if not option.startswith("scheme=")]
         scheme, part = "bfv", "/".join(["sealing:all" if kept[0] == "sealing" else kept[0], *kept[1:], "by=bfv"])
     defense = "+".join([*(other for other in parts if name_of(other) != "sealing"), part])
-    keys = ["rasura keys my-keys --scheme ckks"] if scheme == "ckks" else []
+    if scheme == "ckks":
+        keys = 'clients-key = "/path/to/my-keys/clients.secret", server-key = "/path/to/my-keys/server.public"'
+        return [
+            "rasura keys my-keys --scheme ckks",
+            f'rasura new federated my-app, with {keys}, identities = "" and defense = "{defense}" in its pyproject.toml',
+        ]
     app = "my-app --by bfv" if scheme == "bfv" else "my-app"
-    return [*keys, f'rasura new federated {app}, with defense = "{defense}" in its pyproject.toml']
+    return [f'rasura new federated {app}, with defense = "{defense}" in its pyproject.toml']
