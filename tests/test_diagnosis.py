@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from itertools import pairwise
@@ -13,7 +14,7 @@ import pytest
 import torch
 from audit_setting import NAMES, model_folder
 from commands import rasura_command, refused
-from private_setting import DATA, collate
+from private_setting import DATA, Linear, collate
 from torch import Tensor, nn
 from transformers.modeling_outputs import SequenceClassifierOutput
 
@@ -218,6 +219,28 @@ def test_a_loss_that_is_no_number_is_said_and_not_an_error() -> None:
 def test_what_cannot_be_judged_is_refused(options: dict[str, Any], says: str) -> None:
     with pytest.raises(InputError, match=says):
         told(**options)
+
+
+@pytest.mark.parametrize("kind", ["bert", "linear", "no rule"])
+def test_a_batch_without_labels_is_refused_and_leaves_nothing_behind(kind: str) -> None:
+    """What was found of it stayed, and the next batch of the same model was said to be slow."""
+    model: nn.Module = tiny("bert", "classification", num_labels=2)
+    batch: dict[str, Tensor] = collate(ALIKE[:6])
+    if kind == "linear":
+        model, batch = Linear(4), {"features": torch.arange(24.0).reshape(6, 4).sin(), "labels": torch.arange(6) % 2}
+    if kind == "no rule":
+        model.own = nn.Parameter(torch.zeros(1))  # of no layer with a rule: texts go one by one
+    planned: dict[str, Any] = {"examples": 1000, "batch_size": 50, "public": True}
+    usual = rasura.diagnose_training(copy.deepcopy(model), batch, "dp-sgd:1.0", **planned).findings
+    with pytest.raises(InputError, match="labels"):
+        rasura.diagnose_training(model, {n: t for n, t in batch.items() if n != "labels"}, "dp-sgd:1.0", **planned)
+    found = rasura.diagnose_training(model, batch, "dp-sgd:1.0", **planned).findings
+    assert any("slow" in one for one in found) == any("slow" in one for one in usual) == (kind == "no rule")
+
+
+def test_a_model_without_trained_weights_is_refused() -> None:
+    with pytest.raises(InputError, match="no trainable parameter"):
+        told(model=tiny("bert", "classification", num_labels=2).requires_grad_(False))
 
 
 @pytest.mark.slow

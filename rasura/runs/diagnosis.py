@@ -20,6 +20,7 @@ from rasura.runs.loop_checks import loop_defense
 from rasura.runs.noise_target import SAMPLED, solved
 from rasura.victims.per_example import fault, per_example
 from rasura.victims.step import defended, gradients
+from rasura.victims.trial_texts import check_taken
 
 FAR = 10.0
 """A clip that is so many times below or above the median norm is said to be wrong."""
@@ -81,7 +82,7 @@ def diagnose_training(
     The signal is estimated from products of different texts' clipped gradients, with a jackknife interval; its lower end is
     what the findings go by. It holds for the model as it is now: later it is mostly smaller. Raises ``InputError`` for other
     protections, also beside these, for ``dp-sgd`` with Laplace noise or other clips (``quantile``, ``per``), for fewer than
-    two texts, and as ``protect_training`` does.
+    two texts, for a batch without labels, for a model without trained weights, and as ``protect_training`` does.
     """
     run = Run(examples, batch_size, epochs, delta)
     if target_epsilon is not None:
@@ -155,8 +156,11 @@ class _Look:
 
 
 def _looked(model: nn.Module, batch: Mapping[str, Tensor], size: int, carrier: Mechanism) -> _Look:
+    if not any(p.requires_grad for p in model.parameters()):
+        raise InputError("the model has no trainable parameter; expected at least one with requires_grad")
     rng = secret_generator()
     with drawing(rng):
+        check_taken(model, batch)
         each = per_example(model, batch, size, mean=lambda: gradients(model, batch)[0], told=lambda loss: None).each
         clip = float(carrier.parameters["clip"] or 0)
         norms: list[float] = []

@@ -30,7 +30,7 @@ from rasura.core.updates import changed, mini_batch
 from rasura.core.values import Gradients, PerExample, Weigh
 from rasura.victims.layer_gradients import NoRule, checked_layers, own_gradients, own_squares, passed_through, summed
 from rasura.victims.padding import check_padding
-from rasura.victims.trial_texts import in_float32, left_padded, same, trial_batches
+from rasura.victims.trial_texts import check_taken, in_float32, left_padded, same, trial_batches
 from rasura.victims.weights import first_line
 
 _verdicts: weakref.WeakKeyDictionary[nn.Module, dict[Any, dict[Any, str | None]]] = weakref.WeakKeyDictionary()
@@ -118,7 +118,7 @@ def fault(model: nn.Module, inputs: Mapping[str, Tensor]) -> str | None:
     alone: were it found from a batch, one text would decide on the gradients of all others. Made-up texts together are
     compared with each of them alone and without padding, in the mode of training, with dropout off and in float32. Padding
     before a text is tried when it first appears; once a kind of batch needs the loop, all kinds go through it.
-    Raises ``InputError`` where a text has no gradient of its own.
+    Raises ``InputError`` where a text has no gradient of its own, and for a batch without a loss, which decides nothing.
     """
     names = tuple(n for n, p in model.named_parameters() if p.requires_grad)
     known = _verdicts.setdefault(model, {}).setdefault((names, tuple(m.training for m in model.modules())), {})
@@ -146,6 +146,7 @@ def _tried(model: nn.Module, inputs: Mapping[str, Tensor]) -> str | None:
     except (InputError, NoRule):
         raise
     except Exception as error:
+        check_taken(run, inputs)
         return f"the model takes no made-up texts, on which the layers are checked ({first_line(error)})"
     return None
 

@@ -14,8 +14,10 @@ from torch import Tensor, nn
 
 from rasura.core.exact import half, norm, widened
 from rasura.core.interfaces import InputError
+from rasura.core.updates import mini_batch
 from rasura.core.word_rows import token_count
 from rasura.victims.padding import takes_mask
+from rasura.victims.weights import first_line
 
 LENGTHS = ((5, 9, 3), (6, 6, 6), (4,))
 """Lengths of the texts of each batch: a padded one, one of equal lengths, and one of a single text."""
@@ -53,12 +55,14 @@ def trial_batches(
     """Batches of made-up texts and their sizes, with the names and types of ``inputs`` and padding on the same side.
 
     Of ``inputs`` no value is used. The labels are the classes that the model ``run`` holds to be least likely, so that
-    gradients are large.
+    gradients are large. Raises ``InputError`` where the model gives no loss.
     """
     for row, lengths in enumerate(LENGTHS):
         made = _texts(model, inputs, lengths, row)
         with torch.no_grad():
-            logits = run(**made).logits
+            out = run(**made)
+        check_loss(out)
+        logits = out.logits
         labels = made["labels"]
         if not labels.is_floating_point() and logits.dim() == labels.dim() + 1 == 2:
             # Of different classes: with one alone, a loss that weighs them would look like the mean.
@@ -67,6 +71,24 @@ def trial_batches(
         elif "input_ids" in made and labels.shape == made["input_ids"].shape:
             made["labels"] = torch.where(labels == -100, labels, made["input_ids"] % logits.shape[-1])
         yield made, len(lengths)
+
+
+def check_loss(out: Any) -> None:
+    """Raises ``InputError`` where the outputs ``out`` of a model hold no loss."""
+    if getattr(out, "loss", None) is None:
+        raise InputError("the model gives no loss for this batch, so no text has a gradient; pass the labels, too")
+
+
+def check_taken(run: Callable[..., Any], inputs: Mapping[str, Tensor]) -> None:
+    """Raises ``InputError`` unless the model ``run`` takes the first text of ``inputs`` and gives a loss: a batch that it
+    cannot be trained on says nothing of it."""
+    try:
+        with torch.no_grad():
+            out = run(**mini_batch(inputs, torch.tensor([0])))
+    except Exception as error:
+        why = f"the model does not take this batch ({first_line(error)})"
+        raise InputError(f"{why}; pass its keyword arguments for some texts, with labels") from error
+    check_loss(out)
 
 
 def same(found: Tensor | None, alone: Tensor | None, largest: float) -> bool:
