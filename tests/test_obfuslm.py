@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
+import pickle
 import re
 import stat
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 import torch
 import transformers
 from commands import rasura_command, rasura_process, refused
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from torch import Tensor, nn
 
 import rasura
@@ -24,6 +27,7 @@ from rasura.service_protections.obfuslm.model import obfuscate, obfuscate_embedd
 from rasura.service_protections.obfuslm.named import IDS, named_ids
 from rasura.service_protections.obfuslm.settings import ObfuscationSettings
 from rasura.service_protections.obfuslm.synthesis import max_success
+from rasura.service_protections.obfuslm.tokenizer import describe, fixed_ids
 from rasura.testing.tiny import ALL, DECODERS, FAMILIES, PAD, VOCABULARY, WORDS, batch_for, tiny, tokenizer_folder
 
 SPECIAL = VOCABULARY.special_ids
@@ -282,6 +286,54 @@ def test_the_tokenizer_goes_there_and_back_and_writes_nothing(public: Path, tmp_
     for wrong in ([WORDS], [-100]):
         with pytest.raises(InputError, match="outside the vocabulary"):
             client.decode(wrong)
+
+
+def tokenizer_of(kind: str) -> Any:
+    """A tokenizer of ``kind`` for lower-case words: the letters, three words, and four special tokens."""
+    special, letters, words = ["<unk>", "<pad>", "<s>", "</s>"], "abcdefghijklmnopqrstuvwxyz", ["the", "has", "since"]
+    parts = {
+        "unigram": lambda: models.Unigram(
+            [(t, 0.0) for t in special] + [("\u2581", -4.0)] + [(t, -8.0) for t in letters]
+            + [("\u2581" + w, -3.0) for w in words], unk_id=0),
+        "wordpiece": lambda: models.WordPiece(
+            {t: i for i, t in enumerate([*special, *letters, *("##" + c for c in letters), *words])}, unk_token="<unk>"),
+        "bpe": lambda: models.BPE({t: i for i, t in enumerate(letters)}, []),
+    }  # fmt: skip
+    made = Tokenizer(parts[kind]())
+    made.normalizer = normalizers.Lowercase()
+    made.pre_tokenizer = pre_tokenizers.Metaspace() if kind == "unigram" else pre_tokenizers.Whitespace()
+    made.decoder = decoders.Metaspace() if kind == "unigram" else decoders.Fuse()
+    if kind == "bpe":  # as in Qwen's: no added token is in the model's vocabulary, and special ones come first
+        made.add_special_tokens(special)
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=made, unk_token="<unk>", pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+    )
+
+
+ADDED = {
+    "plain": {}, "single word": {"single_word": True}, "as written": {"normalized": False}, "stripped": {"lstrip": True},
+}  # fmt: skip
+SENTENCES = (
+    "The lena has chlamydia", "LENA lena lenas xlena", "the lena since", "", " chlamydia.lena ", "<s> lena", "q\u00e9lena",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("options", ADDED.values(), ids=ADDED)
+@pytest.mark.parametrize("kind", ["unigram", "wordpiece", "bpe"])
+def test_words_that_the_owner_added_are_hidden_and_split_texts_as_before(kind: str, options: dict[str, bool]) -> None:
+    """Under a list of pieces they kept their public ids; a vocabulary that knew them found them inside other words."""
+    own = tokenizer_of(kind)
+    own.add_tokens([AddedToken(w, **options) for w in ("lena", "chlamydia", "Brandt")])
+    fixed = fixed_ids(own, len(own) + 2)
+    assert fixed == {*own.convert_tokens_to_ids(["<unk>", "<pad>", "<s>", "</s>"]), len(own), len(own) + 1}
+    tokens = obfuscate_embedding(nn.Embedding(len(own) + 2, 8), PERMUTED, fixed, generator(2)).tokens
+    client = rasura.ObfuscatedTokenizer(Key(tokens, *describe(own), "pair", "base"))
+    assert len(client) == len(own) and client.get_vocab() == {t: int(tokens[i]) for t, i in own.get_vocab().items()}
+    for text in SENTENCES:
+        plain = own(text)["input_ids"]
+        sent = tokens[torch.tensor(plain, dtype=torch.long)].tolist()
+        for mine in (client, copy.deepcopy(client), pickle.loads(pickle.dumps(client))):
+            assert mine(text)["input_ids"] == sent and mine.decode(sent) == own.decode(plain)
 
 
 def test_the_tokenizer_drops_into_a_trainer(public: Path, tmp_path: Path) -> None:

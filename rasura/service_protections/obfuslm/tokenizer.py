@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,10 @@ from rasura.core.interfaces import InputError
 from rasura.service_protections.obfuslm.key import PAIR, Key
 
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+FILLER = ""
+"""Stands in a list of pieces where an added token has its id: it matches no text. Its score is that of another piece,
+since the lowest score of all decides what an unknown letter costs."""
+
 OPTIONS = ("model_max_length", "padding_side", "truncation_side", "model_input_names", "chat_template")
 
 
@@ -26,6 +29,8 @@ class ObfuscatedTokenizer(PreTrainedTokenizerFast):  # type: ignore[misc]  # tra
     Raises ``InputError`` for a key that cannot be read and for ids outside the vocabulary.
     """
 
+    _fillers = 0
+
     def __init__(
         self, key: str | Path | Key, passphrase: str | None = None, *, model: str | Path | nn.Module | None = None
     ) -> None:
@@ -33,7 +38,21 @@ class ObfuscatedTokenizer(PreTrainedTokenizerFast):  # type: ignore[misc]  # tra
         if model is not None:
             check_pair(known, model)
         self._rows = len(known.tokens)
-        super().__init__(tokenizer_object=Tokenizer.from_str(shuffled(known)), **known.options)
+        self._tokenizer = placed(shuffled(known))
+        super().__init__(**known.options)
+        self._fillers = super().__len__() - len(self.get_vocab())
+
+    def __len__(self) -> int:
+        return int(super().__len__()) - self._fillers
+
+    def get_vocab(self) -> dict[str, int]:
+        return {token: i for token, i in super().get_vocab().items() if token != FILLER}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_tokenizer": self._tokenizer.to_str()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _tokenizer=placed(state["_tokenizer"]))
 
     def _decode(self, token_ids: Any, *args: Any, **kwargs: Any) -> str:
         ids = [token_ids] if isinstance(token_ids, int) else list(token_ids)
@@ -66,33 +85,46 @@ def fixed_ids(tokenizer: Any, rows: int) -> frozenset[int]:
     told = json.loads(describe(tokenizer)[0])
     vocabulary = told["model"]["vocab"]
     special = set(tokenizer.all_special_ids) | {t["id"] for t in told["added_tokens"] if t["special"]}
-    # A list (unigram) numbers its pieces by their place; what was added behind it cannot be given another id.
     used = set(range(len(vocabulary))) if isinstance(vocabulary, list) else set(vocabulary.values())
-    if isinstance(vocabulary, dict):
-        used |= {t["id"] for t in told["added_tokens"]}
+    used |= {t["id"] for t in told["added_tokens"]}
     return frozenset(special | (set(range(rows)) - used))
 
 
 def shuffled(key: Key) -> str:
-    """The key's tokenizer as JSON, every token under its obfuscated id."""
+    """The key's tokenizer as JSON, every token under its obfuscated id: for ``placed``."""
     told = json.loads(key.tokenizer)
     tokens = key.tokens.tolist()
-    model, added = told["model"], told["added_tokens"]
+    model = told["model"]
     if isinstance(model["vocab"], list):
-        pieces = list(model["vocab"])
-        for old, piece in enumerate(model["vocab"]):
-            pieces[tokens[old]] = piece
-        model["vocab"] = pieces
+        moved = {tokens[old]: piece for old, piece in enumerate(model["vocab"])}
+        model["vocab"] = [moved.get(i, [FILLER, model["vocab"][0][1]]) for i in range(max(moved) + 1)]
         if model.get("unk_id") is not None:
             model["unk_id"] = tokens[model["unk_id"]]
     else:
-        # An added token takes the id that the model's vocabulary has for it.
-        known: Mapping[str, int] = model["vocab"] | {t["content"]: t["id"] for t in added if not t["special"]}
-        model["vocab"] = {token: tokens[i] for token, i in known.items()}
-    for token in added:
+        model["vocab"] = {token: tokens[i] for token, i in model["vocab"].items()}
+    for token in told["added_tokens"]:
         token["id"] = tokens[token["id"]]
-    told["added_tokens"] = sorted(added, key=lambda t: int(t["id"]))
     return json.dumps(told)
+
+
+def placed(text: str) -> Tokenizer:
+    """The tokenizer of this JSON, with each added token under the id that is stated there.
+
+    The library numbers added tokens itself, behind the vocabulary of the model, unless the model knows them. A model
+    that knows them also finds them inside other words. So it knows them only while the added tokens are read.
+    """
+    told = json.loads(text)
+    model, added = told["model"], {t["content"]: t["id"] for t in told["added_tokens"]}
+    known: Any
+    if isinstance(model["vocab"], list):
+        at = {i: [token, 0.0] for token, i in added.items()}
+        pieces = dict(enumerate(model["vocab"])) | at
+        known = [pieces.get(i, [FILLER, 0.0]) for i in range(max(pieces) + 1)]
+    else:
+        known = model["vocab"] | added
+    made = Tokenizer.from_str(json.dumps(told | {"model": model | {"vocab": known}}))
+    made.model = Tokenizer.from_str(json.dumps({"version": "1.0", "added_tokens": [], "model": model})).model
+    return made
 
 
 def check_pair(key: Key, model: str | Path | nn.Module) -> None:
