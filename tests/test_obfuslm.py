@@ -272,6 +272,25 @@ def test_the_library_has_no_other_entry_that_names_ids() -> None:
     assert {n for n in told if re.search("token|_id|bias|word", n) and not IDS.search(n)} <= counts
 
 
+@pytest.mark.parametrize("key", ["served.part/my.key", "my.key"])
+def test_the_servers_folder_holds_nothing_else(public: Path, tmp_path: Path, key: str) -> None:
+    """A folder of the temporary name became the server's, with all that lay in it: the key, too."""
+    (tmp_path / "served.part").mkdir()
+    (tmp_path / "served.part" / "mine.txt").write_text("mine")
+    made = obfuscate_model(public, tmp_path / "served", tmp_path / key, PERMUTED)
+    assert {p.name for p in made.folder.iterdir()} == {"config.json", "generation_config.json", "model.safetensors"}
+    assert Key.load(tmp_path / key).pair == made.pair and (tmp_path / "served.part" / "mine.txt").read_text() == "mine"
+    assert {p.name for p in tmp_path.iterdir()} == {"public", "served", "served.part", key.partition("/")[0]}
+
+
+def test_a_key_in_the_place_of_the_folder_is_refused_and_nothing_is_left(public: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="server's folder"):
+        obfuscate_model(public, tmp_path / "x", tmp_path / "x", PERMUTED)
+    with pytest.raises(InputError, match="the passphrase is empty"):
+        obfuscate_model(public, tmp_path / "x", tmp_path / "y", PERMUTED, passphrase="")
+    assert {p.name for p in tmp_path.iterdir()} == {"public"}
+
+
 def test_the_tokenizer_goes_there_and_back_and_writes_nothing(public: Path, tmp_path: Path) -> None:
     made = obfuscate_model(public, tmp_path / "served", tmp_path / "my.key", ObfuscationSettings(k=3))
     client = rasura.ObfuscatedTokenizer(made.key)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,14 +53,14 @@ def obfuscate_model(
     architecture if None; a classifier's head that the model lacks is drawn fresh with ``num_labels`` classes, or two.
     Randomness from the operating system unless ``rng`` is given, which is for experiments. ``obfuscate_embedding`` does
     the same to one table in memory; GHOST, which changes texts and no model, is ``obfuscate_file``. Raises
-    ``InputError`` for a folder or key that exists, a key inside the folder, and all that ``load`` and ``obfuscate``
-    refuse.
+    ``InputError`` for a folder or key that exists, a key inside the folder or in its place, and all that ``load`` and
+    ``obfuscate`` refuse.
     """
     target, secret = Path(folder), Path(key)
     for path in (target, secret):
         if path.exists():
             raise InputError(f"{path} already exists; remove it or choose another name")
-    if target.resolve() in secret.resolve().parents:
+    if target.resolve() in (secret.resolve(), *secret.resolve().parents):
         raise InputError(f"the key {secret} would be inside the server's folder {target}; choose another place for it")
     if not secret.resolve().parent.is_dir():
         raise InputError(f"the folder of the key {secret} does not exist; make it first")
@@ -73,13 +74,16 @@ def obfuscate_model(
     served: Any = made.model
     setattr(served.config, PAIR, pair)
     served.config._name_or_path = ""
-    part = target.with_name(target.name + ".part")
+    # A folder of a name that nobody knows beforehand: what lies in the server's folder was written here.
+    part = target.with_name(f".{target.name[:64]}.{secrets.token_hex(8)}.part")
     try:
         served.save_pretrained(part)
+        Key(made.tokens, tokenizer, options, pair, digest, settings.to_dict()).save(secret, passphrase)
+        part.rename(target)
     except OSError as error:
-        raise InputError(f"{part} cannot be written ({error.strerror})") from None
-    Key(made.tokens, tokenizer, options, pair, digest, settings.to_dict()).save(secret, passphrase)
-    part.rename(target)
+        raise InputError(f"{target} cannot be written ({error.strerror})") from None
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
     return Served(target, secret, pair, made.hidden, made.clusters, made.merged)
 
 
