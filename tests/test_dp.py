@@ -254,3 +254,12 @@ def test_noise_that_float32_cannot_hold_is_refused_when_it_is_asked_for(sigma: f
     with pytest.raises(InputError, match="normalised: sigma"):
         normalised_gaussian(sigma * clip or 1e-300)
     assert dp_sgd(1e-30, 1e-7).mechanism.name == "dp-sgd" and dp_sgd(1e-300, 1e300).mechanism.name == "dp-sgd"
+
+
+@pytest.mark.parametrize("kappa", ["1e101", "1e308"])
+def test_a_concentration_whose_draw_would_never_end_is_refused(kappa: str) -> None:
+    with pytest.raises(InputError, match=r"directional: kappa is 1e\+\d+; expected at most 1e\+100"):
+        parse_defense(f"directional:{kappa}")
+    with pytest.raises(InputError, match="no direction can be drawn at kappa inf"):
+        one_minus_cosine(math.inf, 1000, 2, generator(0, "far"))
+    assert bool(one_minus_cosine(1e100, 1000, 2, generator(0, "far")).isfinite().all())

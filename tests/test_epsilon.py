@@ -12,6 +12,7 @@ import pytest
 from rasura.accounting import checked_delta, epsilon, sigma_for
 from rasura.accounting import epsilon as _function  # the name of the function hides that of its module
 from rasura.accounting.epsilon import (
+    MAX_SIGMA,
     MIN_SIGMA,
     ORDERS,
     PAPER_ORDERS,
@@ -148,6 +149,7 @@ def test_what_cannot_be_is_said() -> None:
         Sampled(0.0, 0.1, 1): "sigma is 0.0; expected a finite number above 0",
         Sampled(math.inf, 0.1, 1): "sigma is inf; expected a finite number above 0",
         Sampled(0.000999, 0.1, 1): "sigma 0.000999 is too small for any guarantee; expected 0.001 or more",
+        Sampled(1.1e100, 0.1, 1): "sigma is 1.1e+100; expected at most 1e+100",
         Sampled(1.0, 0.0, 1): f"rate 0.0, 1 steps; {rates}",
         Sampled(1.0, 1.1, 1): f"rate 1.1, 1 steps; {rates}",
         Sampled(1.0, 1.0, 0): f"rate 1.0, 0 steps; {rates}",
@@ -155,7 +157,7 @@ def test_what_cannot_be_is_said() -> None:
         Sampled(1.0, 1.0, 1, "uniform"): "unknown noise 'uniform'; known: gaussian, laplace",
     }.items():
         assert said(part.checked) == f"accounting: {words}"
-    for part in (Sampled(MIN_SIGMA, 1.0, 1), Sampled(1.0, 5e-324, 1, "laplace")):
+    for part in (Sampled(MIN_SIGMA, 1.0, 1), Sampled(MAX_SIGMA, 0.1, 1), Sampled(1.0, 5e-324, 1, "laplace")):
         assert part.checked() is part
     for delta in (0.0, 1.0, -1.0, math.nan):
         assert said(lambda d=delta: checked_delta(d)) == (  # type: ignore[misc]

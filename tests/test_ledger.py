@@ -399,6 +399,10 @@ def test_a_file_that_is_no_ledger_is_refused(tmp_path: Path) -> None:
             parsed(tmp_path / "x.json")
     with pytest.raises(InputError, match="is not a ledger: FileNotFoundError"):
         parsed(tmp_path / "y.json")
+    for privacy in (None, {"warnings": None}, {"warnings": [1]}):
+        (tmp_path / "x.json").write_text(json.dumps({"ledger": filled(releases=1).state_dict(), "privacy": privacy}))
+        with pytest.raises(InputError, match="holds no list of warnings"):
+            parsed(tmp_path / "x.json")
     (tmp_path / "result.json").write_text(json.dumps({"ledger": filled(releases=1).state_dict()}))
     assert counted(tmp_path / "result.json").steps == 1
     ledger().save(tmp_path / "x.json")

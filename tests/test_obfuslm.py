@@ -442,3 +442,11 @@ def test_the_bound_of_the_command_is_rounded_up(public: Path, tmp_path: Path) ->
     done = rasura_command(*words)
     found = re.search(r"at most ([\d.]+) % of cases", done.stdout)
     assert found is not None and bound <= float(found[1]) < bound + 0.1, done.stdout
+
+
+@pytest.mark.parametrize(("extra", "open_"), [([], True), (["--plus", "--hidden-k", "2"], False)])
+def test_rows_that_are_only_permuted_are_said_to_be_open(
+    public: Path, tmp_path: Path, extra: list[str], open_: bool
+) -> None:
+    done = rasura_command("protect", "obfuslm", public, tmp_path / "s", "--key", tmp_path / "k", "--k", 1, *extra)
+    assert ("who has the public model can read every text" in " ".join(done.stdout.split())) is open_, done.stdout

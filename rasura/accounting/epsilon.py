@@ -28,6 +28,9 @@ MAX_TARGET = 10_000
 MIN_SIGMA = 1e-3
 """Below this noise multiplier no epsilon is computed: it would exceed a million after a single step."""
 
+MAX_SIGMA = 1e100
+"""Above this noise multiplier no epsilon is computed: its square would be too large for a float."""
+
 MIN_PLD_DELTA = 1e-10
 """Below this delta privacy loss distributions are not used: their Fourier transforms round in float64, and epsilon comes out
 below the true value from a delta of about 1e-12 on. Orders (RDP) hold at any delta."""
@@ -81,6 +84,8 @@ class Sampled(NamedTuple):
             raise InputError(
                 f"accounting: sigma {self.sigma:.3g} is too small for any guarantee; expected {MIN_SIGMA} or more"
             )
+        if self.sigma > MAX_SIGMA:
+            raise InputError(f"accounting: sigma is {self.sigma:.3g}; expected at most {MAX_SIGMA:.0e}")
         if not 0 < self.rate <= 1 or not 1 <= self.steps < math.inf:
             raise InputError(
                 f"accounting: rate {self.rate}, {self.steps} steps; expected a rate above 0 and at most 1, at least 1 step"

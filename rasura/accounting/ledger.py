@@ -248,7 +248,11 @@ def parsed(path: str | Path) -> tuple[Any, list[str]]:
         why = f"{path} is not a ledger: {type(error).__name__}"
         raise InputError(f"{why}; expected a JSON file that a training wrote") from None
     if isinstance(found, Mapping) and "ledger" in found:
-        return found["ledger"], found.get("privacy", {}).get("warnings", [])
+        privacy = found.get("privacy", {})
+        warnings = privacy.get("warnings", []) if isinstance(privacy, Mapping) else None
+        if not isinstance(warnings, list) or not all(isinstance(one, str) for one in warnings):
+            raise InputError(f"{path}: the entry privacy holds no list of warnings; expected what rasura train wrote")
+        return found["ledger"], warnings
     return found, []
 
 

@@ -67,5 +67,7 @@ def obfuslm(
             f"From the table alone, a token is named in at most {above(100 * max_success(epsilon, k), 3)} % of cases. "
             "Frequencies and the order of words are not counted."
         )
+    if k == 1 and not plus:
+        out.print("The server's rows are the public ones in another order: who has the public model can read every text.")
     say(f"server: {made.folder}")
     say(f"owner:  {made.key} (anyone with this file can read every text)")

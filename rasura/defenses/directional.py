@@ -21,6 +21,9 @@ from rasura.defenses.von_mises_fisher import summed, summed_by_draws, unit
 
 BLOCKS = ("whole", "parameters")
 
+MOST = 1e100
+"""The largest kappa: products with it stay finite."""
+
 HELD = 2**29
 """How many numbers of all texts' gradients are held at once; beyond this, the noise of each text is drawn separately."""
 
@@ -37,9 +40,11 @@ def directional(kappa: float, blocks: str = "whole") -> Transform[PerExample, Gr
     if ``kappa`` is of the order of the number of trained entries d. ``blocks="parameters"`` draws for each parameter tensor
     separately, with ``kappa * d_j / d`` and norm ``sqrt(d_j / d)``: the paper leaves open how a partition divides kappa, and
     the same kappa for all blocks leaves a bias of two entries almost unchanged. Raises ``InputError`` unless ``kappa`` is
-    above 0.
+    above 0 and at most 1e100.
     """
     concentration = positive("directional", "kappa", kappa)
+    if concentration > MOST:
+        raise InputError(f"directional: kappa is {kappa:g}; expected at most {MOST:g}, beyond which nothing can be drawn")
     if blocks not in BLOCKS:
         raise InputError(f"directional: blocks is {blocks!r}; expected {' or '.join(BLOCKS)}")
 

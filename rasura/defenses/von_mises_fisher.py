@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rasura.core.errors import InputError
 from rasura.core.exact import norm
 from rasura.core.rng import Randomness, gamma, normal, uniform
 
@@ -28,7 +29,7 @@ def one_minus_cosine(kappa: float, dimension: int, count: int, rng: Randomness) 
     """``count`` draws of 1 - <mu, x>, float64: in this form nothing cancels where x hardly leaves mu.
 
     Wood (1994), written in t = 1 - w with the acceptance as a logarithm: good for kappa from 0 to 1e9 and beyond, and for
-    any dimension. On the line (dimension 1) x is mu or -mu.
+    any dimension. On the line (dimension 1) x is mu or -mu. Raises ``InputError`` where ``kappa`` is too large to draw.
     """
     if dimension == 1:
         away: Tensor = uniform((count,), rng) * (1 + math.exp(-2 * kappa)) > 1
@@ -43,6 +44,8 @@ def one_minus_cosine(kappa: float, dimension: int, count: int, rng: Randomness) 
         z = one / (one + other)
         t = 2 * b * z / (1 - (1 - b) * z)
         log_accept = kappa * (mode - t) + m * torch.log1p((t - mode) * (1 - mode) / (mode * (2 - mode)))
+        if bool(log_accept.isnan().any()):  # none would ever be accepted
+            raise InputError(f"no direction can be drawn at kappa {kappa:g}, which is too large; choose a smaller one")
         good = uniform((len(missing),), rng).log() <= log_accept
         out[missing[good]] = t[good]
         missing = missing[~good]
