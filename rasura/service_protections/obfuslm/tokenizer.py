@@ -46,6 +46,7 @@ class ObfuscatedTokenizer(PreTrainedTokenizerFast):  # type: ignore[misc]  # tra
         return int(super().__len__()) - self._fillers
 
     def get_vocab(self) -> dict[str, int]:
+        """Every token with its obfuscated id."""
         return {token: i for token, i in super().get_vocab().items() if token != FILLER}
 
     def __getstate__(self) -> dict[str, Any]:
