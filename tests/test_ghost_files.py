@@ -7,6 +7,7 @@ import errno
 import json
 import random
 import shlex
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -106,6 +107,40 @@ def test_with_groups_no_written_file_depends_on_more_than_the_groups(tmp_path: P
         assert ("confirm a guess" in said) == (group == 1) and ("depends on its group alone" in said) == (group > 1)
     assert files[0].keys() == {"hidden.jsonl", "hidden.report.jsonl", "hidden.card.md"}
     assert (files[0] == files[1]) == (group > 1), "published GHOST tells them apart"
+
+
+def test_a_place_that_cannot_be_written_is_refused_before_the_search(
+    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def searched(*args: object) -> ShadowTable:
+        raise AssertionError("the search was begun")
+
+    monkeypatch.setattr("rasura.runs.ghost_obfuscator.made_for", searched)
+    source, nowhere = written(tmp_path / "notes.jsonl", [{"text": t, "label": 0} for t in TEXTS]), tmp_path / "none"
+    for target, table in ((tmp_path / "a.jsonl", nowhere / "table.safetensors"), (nowhere / "a.jsonl", None)):
+        with pytest.raises(InputError, match=r"none.* cannot be written"):
+            ghost_file.obfuscate_file(source, target, model=str(model_folder), table=table, shadows=SETTINGS)
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_a_run_is_not_resumed_under_other_weights_behind_the_same_embedding(tmp_path: Path, model_folder: Path) -> None:
+    """The choice of substitutes depends on the hidden states of all layers."""
+    model = shutil.copytree(model_folder, tmp_path / "model")
+    source = written(tmp_path / "notes.jsonl", [{"text": t, "label": 0} for t in TEXTS])
+    target = tmp_path / "hidden.jsonl"
+
+    def stop(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        ghost_file.obfuscate_file(source, target, model=str(model), shadows=SETTINGS, progress=stop)
+    weights = load_file(model / "model.safetensors")
+    name = next(n for n in weights if n.endswith("intermediate.dense.weight"))
+    save_file({**weights, name: weights[name] * 1.5}, model / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(InputError, match="begun with other data or settings"):
+        ghost_file.obfuscate_file(source, target, model=str(model), shadows=SETTINGS)
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    assert ghost_file.obfuscate_file(source, target, model=str(model), shadows=SETTINGS).rows == len(TEXTS)
 
 
 @pytest.mark.parametrize("beside", ["report.jsonl", "card.md"])

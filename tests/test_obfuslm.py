@@ -171,6 +171,9 @@ def test_an_embedding_alone_is_obfuscated_like_that_of_a_model() -> None:
         obfuscate_embedding(words, ObfuscationSettings(plus=True))
     with pytest.raises(InputError, match="pass a smaller k"):
         obfuscate_embedding(nn.Embedding(5, 3), ObfuscationSettings(k=10))
+    with torch.no_grad(), pytest.raises(InputError, match="NaN or infinite values"):
+        words.weight[3, 0] = torch.nan
+        obfuscate_embedding(words, ObfuscationSettings(k=4))
 
 
 def test_a_permuted_embedding_leaves_an_lstm_as_it_was() -> None:

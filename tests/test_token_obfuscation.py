@@ -276,6 +276,20 @@ def test_usable_tokens_leave_special_and_unused_ones_out() -> None:
     assert not usable[[0, CLS, SEP]].any() and bool(usable[3:].all())
 
 
+def test_control_tokens_are_neither_replaced_nor_used_as_substitutes() -> None:
+    """SmolLM2 flags ``<file_sep>`` and thirteen others as special, but gives them no named place."""
+    model, settings = tiny("bert", "classification"), ShadowSettings(k=8, overlap=0.5, language=None)
+    plain = made_for(model, VOCABULARY, settings)
+    token = next(i for i in range(SEP + 1, VOCABULARY.size) if len(plain.of(i)) and (plain.ids == i).any())
+    known = replace(VOCABULARY, control_ids=frozenset({token}))
+    with pytest.raises(InputError, match="replaces control tokens"):
+        ghost(plain).init((model, known))
+    selector = ghost(shadows=settings).init((model, known))
+    assert not len(selector.table.of(token)) and not (selector.table.ids == token).any()
+    (done,) = selector([(CLS, token, token + 1, SEP)], generator(0))
+    assert done.ids[1] == token
+
+
 # --- a file
 
 

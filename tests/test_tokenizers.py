@@ -33,6 +33,7 @@ def test_tokens_that_a_text_holds_are_shown_though_they_are_called_special() -> 
     tokenizer = made()
     known = vocabulary(tokenizer, 8)
     assert 7 not in tokenizer.all_special_ids and known.special_ids == frozenset({0, 1, 2, 3})
+    assert known.control_ids == frozenset({7}) and known.marks == frozenset({0, 1, 2, 3, 7})
     batch = encode([Example("pay <file> roll", label=0)], tokenizer, "classification", max_length=20, num_labels=2)
     assert batch.ids(0) == (1, 5, 7, 6, 2) and known.text(batch.ids(0)) == "pay <file> roll" == batch.seen[0]
     assert rouge("rouge1").score(batch.seen[0], known.text(batch.ids(0))) == 1.0

@@ -91,6 +91,17 @@ def write_new(
     return tuple(written)
 
 
+def check_writable(target: str | Path) -> None:
+    """Raises ``InputError`` where no file can be written at ``target``: for a check before long work."""
+    path = Path(target)
+    trial = path.with_name(f".{path.name[:64]}.{secrets.token_hex(8)}.part")
+    try:
+        os.close(os.open(trial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+        trial.unlink()
+    except (OSError, ValueError) as error:
+        raise _unusable(path, error) from None
+
+
 def _taken(path: Path) -> InputError:
     return InputError(f"{path} already exists and is not overwritten; remove it or choose another name")
 

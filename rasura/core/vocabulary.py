@@ -19,6 +19,7 @@ class Vocabulary:
     """The facts of the public tokenizer: sizes, special ids, and how ids become text.
 
     ``prefix`` and ``suffix`` are the ids that the tokenizer puts around each text (BERT: ``[CLS]`` and ``[SEP]``).
+    ``control_ids`` are special to the tokenizer too, but stand at none of its named places (SmolLM2: ``<file_sep>``).
     ``unknown_ids`` stand for words of the text which the tokenizer does not know: special ids (BERT: ``[UNK]``), and rows of
     the model's embedding that the tokenizer has no token for.
     """
@@ -32,6 +33,17 @@ class Vocabulary:
     special_ids: frozenset[int] = frozenset()
     unused_ids: frozenset[int] = frozenset()
     unknown_ids: frozenset[int] = frozenset()
+    control_ids: frozenset[int] = frozenset()
+
+    @property
+    def marks(self) -> frozenset[int]:
+        """Special and control ids. They belong to the form of a text, so no protection of its words replaces them."""
+        return self.special_ids | self.control_ids
+
+    @property
+    def wordless(self) -> frozenset[int]:
+        """The ids that stand for no word, and must not be put in the place of one: marks, and unused ids."""
+        return self.marks | self.unused_ids
 
     def text(self, ids: Sequence[int]) -> str:
         """The text of ``ids`` without special and out-of-range ids, with ``UNREADABLE`` for unknown words."""

@@ -38,7 +38,7 @@ def ghost(
         digest = embedding_digest(token_embedding(model))
         found = table or made_for(model, vocabulary, shadows, digest)
         found.check_tokenizer(vocabulary)
-        return Selector(model, found, vocabulary.special_ids, selection, digest)
+        return Selector(model, found, vocabulary.marks, selection, digest)
 
     def apply(batch: Batch, state: Selector, rng: Randomness) -> tuple[Batch, Selector]:
         done = state([batch.ids(row) for row in range(len(batch))], rng)

@@ -25,7 +25,7 @@ from rasura.ghost.table import (
 )
 from rasura.ghost.words import lemmas, token_texts
 
-_MADE: dict[tuple[str, str, ShadowSettings], ShadowTable] = {}
+_MADE: dict[tuple[str, str, frozenset[int], ShadowSettings], ShadowTable] = {}
 
 
 def made_for(model: nn.Module, vocabulary: Vocabulary, settings: ShadowSettings, digest: str | None = None) -> ShadowTable:
@@ -34,7 +34,7 @@ def made_for(model: nn.Module, vocabulary: Vocabulary, settings: ShadowSettings,
     ``digest``: that of the model's embedding, where it was just taken.
     """
     table = token_embedding(model)
-    key = (digest or embedding_digest(table), tokenizer_digest(vocabulary), settings)
+    key = (digest or embedding_digest(table), tokenizer_digest(vocabulary), vocabulary.control_ids, settings)
     if key not in _MADE:
         _MADE[key] = _made(table, vocabulary, settings)
     return _MADE[key]

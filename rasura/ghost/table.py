@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rasura.core.files import write_whole
 from rasura.core.interfaces import InputError
 from rasura.core.values import Vocabulary
 from rasura.core.vocabulary import tokenizer_digest
@@ -102,13 +103,14 @@ class ShadowTable:
         return len(self.offsets) - 1
 
     def save(self, path: str | Path) -> None:
-        """Write a safetensors file with the settings in its header."""
-        from safetensors.torch import save_file
+        """Write a safetensors file with the settings in its header, completely or not at all. Raises ``InputError`` where
+        it cannot be written."""
+        from safetensors.torch import save
 
         tensors = {n: getattr(self, n).contiguous() for n in TENSORS}
         made_for = {"model": self.model, "tokenizer": self.tokenizer}
         about = {"schema": str(SCHEMA), "settings": json.dumps(asdict(self.settings)), **made_for}
-        save_file(tensors, str(path), metadata=about)
+        write_whole(path, save(tensors, metadata=about), private=False)
 
     @classmethod
     def load(cls, path: str | Path, model: str | None = None) -> ShadowTable:
@@ -150,9 +152,12 @@ class ShadowTable:
             raise InputError(f"{path} is damaged: its tensors are not those of a shadow table; make a new one")
 
     def check_tokenizer(self, vocabulary: Vocabulary) -> None:
-        """Raises ``InputError`` where the table was made for another tokenizer: the same ids may be other words."""
+        """Raises ``InputError`` where the table was made for another tokenizer, as the same ids may be other words, and
+        where it replaces control tokens, as tables of earlier versions do."""
         if self.tokenizer != tokenizer_digest(vocabulary):
             raise InputError("the shadow table was made for another tokenizer; make one for this tokenizer")
+        if any(len(self.of(i)) for i in vocabulary.control_ids if i < len(self)):
+            raise InputError("the shadow table replaces control tokens of this tokenizer; make a new one")
 
     def differs(self, asked: Mapping[str, Any]) -> str:
         """Which settings ``asked`` differ from the table's, in words; empty where none does."""
@@ -176,9 +181,9 @@ def embedding_digest(table: Tensor) -> str:
 
 
 def usable_tokens(vocabulary: Vocabulary) -> Tensor:
-    """Tokens that text may hold: not special, not unused; bool, ``(tokens,)``."""
+    """Tokens that stand for words of a text: no special, control or unused ones; bool, ``(tokens,)``."""
     out = torch.ones(vocabulary.size, dtype=torch.bool)
-    out[[i for i in vocabulary.special_ids | vocabulary.unused_ids if i < vocabulary.size]] = False
+    out[[i for i in vocabulary.wordless if i < vocabulary.size]] = False
     return out
 
 

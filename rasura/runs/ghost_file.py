@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from rasura.core.files import appended, make_private, write_whole
+from rasura.core.files import appended, check_writable, make_private, write_whole
 from rasura.core.interfaces import InputError
 from rasura.data.columns import NAMES, Columns
 from rasura.data.parquet import check_installed, write_rows
@@ -21,6 +21,7 @@ from rasura.ghost.table import PAPER, SCHEMA, ShadowSettings
 from rasura.registry import adversaries
 from rasura.report.commands import PUBLIC, command
 from rasura.runs.ghost_obfuscator import PLACES, GhostObfuscator
+from rasura.victims.fingerprint import fingerprint
 from rasura.victims.loading import load
 
 CHUNK = 16
@@ -80,13 +81,14 @@ def obfuscate_file(
         check_installed()
     part, report, card = (path.with_suffix(end) for end in (f"{path.suffix}.part", ".report.jsonl", ".card.md"))
     _check_free(path, (report, card), begun=part.exists())
+    check_writable(path)
     examples = load_examples(source, columns=columns)
     obfuscator = GhostObfuscator(load(model, "classification", attacked=False), table=table, shadows=shadows, beam=beam)
     obfuscator.check(examples)
     about = {
-        "model": model, "embedding": obfuscator.table.model, "shadows": asdict(obfuscator.table.settings), "beam": beam,
-        "seed": seed, "data": _digest(examples), "places": PLACES, "table": SCHEMA,
-        "tokenizer": obfuscator.table.tokenizer,
+        "model": model, "weights": fingerprint(obfuscator.victim.model), "shadows": asdict(obfuscator.table.settings),
+        "beam": beam, "seed": seed, "data": _digest(examples), "places": PLACES, "table": SCHEMA,
+        "tokenizer": obfuscator.table.tokenizer, "control": sorted(obfuscator.victim.vocabulary.control_ids),
     }  # fmt: skip
     with appended(part) as file:
         # Another run may have written them while this one began.

@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from rasura.core.files import check_writable
 from rasura.core.given import of_kind
 from rasura.core.interfaces import InputError
 from rasura.core.rng import generator
@@ -26,7 +27,7 @@ class GhostObfuscator:
 
     ``shadows``: the settings, or some of them by name; None for those of ``table``, or the paper's without a table.
     ``table``: a file of shadow tokens, which is written if it does not exist. Raises ``InputError`` for a table of another
-    model, and for a table with other settings than requested.
+    model, for a table with other settings than requested, and where it cannot be written.
     """
 
     def __init__(
@@ -47,6 +48,8 @@ class GhostObfuscator:
                 raise InputError(
                     f"{table} was made with other settings ({differs}); request the same settings, or name another file"
                 )
+        elif table is not None:
+            check_writable(table)
         shadows = replace(PAPER, **asked) if made is None else made.settings
         self.table = made or made_for(model, victim.vocabulary, shadows)
         if table is not None and made is None:

@@ -56,7 +56,7 @@ class Words:
         """The model's own ``table``, or the file ``vectors``."""
         if vectors == "model":
             known = torch.ones(len(table), dtype=torch.bool)
-            known[sorted(vocabulary.special_ids | vocabulary.unused_ids)] = False
+            known[sorted(vocabulary.wordless)] = False
         else:
             table, known = glove(vectors, vocabulary)
         usual = Unigram.english(vocabulary).probabilities

@@ -35,7 +35,7 @@ class Service:
     def sent(self, texts: Sequence[Sequence[int]], rng: Randomness | None = None) -> tuple[tuple[int, ...], ...]:
         """The ids that the client sends (or, where states are sent, computes them of) for ``texts`` in its own ids."""
         if self.replacement is not None:
-            return replaced(self.replacement, texts, self.vocabulary.special_ids, rng or secret_generator())
+            return replaced(self.replacement, texts, self.vocabulary.marks, rng or secret_generator())
         return tuple(tuple(self.tokens[list(text)].tolist()) for text in texts)
 
     def states(self, texts: Sequence[Sequence[int]], rng: Randomness) -> tuple[Tensor, ...] | None:

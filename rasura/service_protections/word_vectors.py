@@ -18,9 +18,8 @@ def glove(path: str | Path, vocabulary: Vocabulary) -> tuple[Tensor, Tensor]:
     of different widths, and a file that knows no token.
     """
     wanted: dict[str, list[int]] = {}
-    skipped = vocabulary.special_ids | vocabulary.unused_ids
     for i in range(vocabulary.size):
-        word = "" if i in skipped else vocabulary.decode([i]).strip()
+        word = "" if i in vocabulary.wordless else vocabulary.decode([i]).strip()
         for form in {word, word.lower()} - {""}:
             wanted.setdefault(form, []).append(i)
     found: dict[int, list[float]] = {}

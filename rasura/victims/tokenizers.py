@@ -18,6 +18,7 @@ def vocabulary(tokenizer: Any, size: int) -> Vocabulary:
     tokens = tokenizer.convert_ids_to_tokens(list(range(min(size, len(tokenizer)))))
     absent = {i for i, t in enumerate(tokens) if t is None} | set(range(len(tokens), size))
     unused = {i for i, t in enumerate(tokens) if str(t).startswith("[unused")} | absent
+    special = frozenset(tokenizer.all_special_ids)
     return Vocabulary(
         size=size,
         decode=lambda ids: str(tokenizer.decode(list(ids))),
@@ -25,9 +26,10 @@ def vocabulary(tokenizer: Any, size: int) -> Vocabulary:
         prefix=tuple(full[:start]),
         suffix=tuple(full[start + len(bare) :]),
         pad_id=tokenizer.pad_token_id,
-        special_ids=frozenset(tokenizer.all_special_ids),
+        special_ids=special,
         unused_ids=frozenset(unused),
         unknown_ids=unknown_ids(tokenizer) | absent,
+        control_ids=frozenset(i for i, token in tokenizer.added_tokens_decoder.items() if token.special) - special,
     )
 
 

@@ -89,7 +89,8 @@ def obfuscate_embedding(
     begins with it, such as an LSTM on word vectors (ObfusLM, appendix D.5).
 
     ``fixed`` rows (padding, unknown words) keep their place. Randomness as for ``obfuscate``. For a language model with all
-    that its server needs there is ``obfuscate_model``. Raises ``InputError`` for ObfusLM+, which needs the whole network.
+    that its server needs there is ``obfuscate_model``. Raises ``InputError`` for ObfusLM+, which needs the whole network,
+    and for values that are not finite.
     """
     if settings.plus:
         raise InputError("ObfusLM+ changes a whole model; pass settings with plus=False for an embedding alone")
@@ -122,6 +123,8 @@ def _hide_tokens(
 ) -> tuple[Tensor, int, Clusters]:
     """Permute and mix the rows of ``table`` in place, and those of ``others`` (a head, its bias) alike; where each went, and
     how many were to be hidden."""
+    if not all(bool(p.isfinite().all()) for p in (table, *others)):
+        raise InputError("the table of tokens holds NaN or infinite values, and cannot be mixed; correct them first")
     kept = torch.zeros(len(table), dtype=torch.bool)
     kept[[i for i in fixed if 0 <= i < len(table)]] = True
     movable = (~kept).nonzero().flatten()
