@@ -15,7 +15,7 @@ from commands import rasura_command, refused
 
 from rasura.core.errors import InputError
 from rasura.data.columns import Columns
-from rasura.data.text import Example
+from rasura.data.text import Example, load_examples
 from rasura.runs.canaries import Extracted, draw, exposures, measure, read_canaries
 from rasura.runs.training import encoded
 from rasura.testing.tiny import tiny
@@ -83,6 +83,19 @@ def test_texts_keep_the_classes_that_the_model_names(tmp_path: Path, model_folde
     draw(str(base), str(data), 20, tmp_path / "drawn", task="classification")
     rows = {r["text"]: r["label"] for r in map(json.loads, (tmp_path / "drawn" / "train.jsonl").read_text().splitlines())}
     assert [rows[f"alpha w{k}"] for k in range(6)] == [1, 0] * 3
+
+
+def test_names_of_labels_are_kept_for_a_later_test_file(tmp_path: Path, model_folder: Path) -> None:
+    """They were written as numbers, in the order of their first rows, and the names were kept nowhere."""
+    data, later = tmp_path / "texts.jsonl", tmp_path / "later.jsonl"
+    kinds = ("good", "bad", "so so")
+    data.write_text("".join(json.dumps({"text": f"alpha w{k}", "label": kinds[k % 3]}) + "\n" for k in range(6)))
+    draw(str(model_folder), str(data), 30, tmp_path / "drawn", task="classification", num_labels=4)
+    mixed = load_examples(tmp_path / "drawn" / "train.jsonl")
+    assert mixed.label_names is not None and mixed.label_names[:3] == kinds and set(mixed.label_names[3:]) <= {"3"}
+    assert {(f"alpha w{k}", k % 3) for k in range(6)} < {(e.text, e.label) for e in mixed}
+    later.write_text("".join(json.dumps({"text": f"w{k} beta", "label": kinds[-k]}) + "\n" for k in range(3)))
+    assert [e.label for e in load_examples(later, label_names=mixed.label_names)] == [0, 2, 1]
 
 
 def test_exposure_is_what_ranks_say() -> None:

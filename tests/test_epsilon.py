@@ -18,6 +18,7 @@ from rasura.accounting.epsilon import (
     PAPER_ORDERS,
     Sampled,
     _as_opacus,
+    _by_library,
     _by_orders,
     _divergence,
     _least,
@@ -173,9 +174,9 @@ def test_what_cannot_be_is_said() -> None:
 @pytest.mark.parametrize(
     ("target", "rate", "steps", "by", "noise", "known"),
     [
-        (1.0, 1.0, 1, "pld", "gaussian", 2.5757262), (30.0, 1.0, 3, "pld", "gaussian", 0.32428641),
+        (1.0, 1.0, 1, "pld", "gaussian", 2.5748529), (30.0, 1.0, 3, "pld", "gaussian", 0.32418634),
         (2.0, 0.3, 2, "rdp", "gaussian", None), (1.0, 1.0, 1, "pld", "laplace", None),
-        (3.0, 0.2, 2, "pld", "laplace", 0.33866609),
+        (3.0, 0.2, 2, "pld", "laplace", 0.33856352),
     ],
 )  # fmt: skip
 def test_the_noise_is_the_least_to_a_thousandth(
@@ -259,3 +260,25 @@ def test_the_search_of_the_papers_step_by_step(spent: Callable[[float], float], 
 def test_the_search_of_the_papers_ends() -> None:
     words = "no noise up to 1e6 gives epsilon 1.0; choose a larger epsilon or a larger delta"
     assert said(lambda: _as_opacus(lambda sigma: 2.0 if sigma < 1_310_720 else 0.5, 1.0)) == words
+
+
+@pytest.mark.parametrize(("sigma", "rate"), [(0.5, 0.01), (0.05, 1e-3), (0.01, 1e-9)])
+def test_wide_losses_are_rounded_to_a_coarser_grid_and_never_to_a_smaller_epsilon(
+    sigma: float, rate: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A target epsilon at a rate of 1e-12 asked for 24 GiB: noise of .001 was tried on a grid of 1e-4."""
+    from dp_accounting.pld import PLDAccountant
+
+    sizes = []
+
+    def seen(self: object, *args: object, **options: float) -> object:
+        sizes.append(options["value_discretization_interval"])
+        return made(self, *args, **options)
+
+    made = PLDAccountant.__init__
+    monkeypatch.setattr(PLDAccountant, "__init__", seen)
+    fine = _by_library((Sampled(sigma, rate, 100),), 1e-5)
+    monkeypatch.setitem(_by_library.__globals__, "MAX_LOSSES", 2000)
+    coarse = _by_library((Sampled(sigma, rate, 100),), 1e-5)
+    assert fine <= coarse <= 1.1 * fine + 1e-9
+    assert max(sizes[-2:]) >= (0.5 / sigma**2) / 2000 and min(sizes) >= 0.5 / sigma**2 / 200_000

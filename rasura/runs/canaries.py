@@ -18,8 +18,9 @@ from rasura.core.answers import Answers
 from rasura.core.errors import InputError
 from rasura.core.files import read_limited, write_new
 from rasura.core.values import Task
+from rasura.data.columns import NAMES as LABEL_TEXT
 from rasura.data.columns import Columns
-from rasura.data.text import Example, load_examples
+from rasura.data.text import Example, Examples, load_examples
 from rasura.runs.training import encoded
 from rasura.victims.adapters import revision_of
 from rasura.victims.loading import Victim, load, with_one_label, with_own_head
@@ -29,7 +30,7 @@ from rasura.victims.weights import classes_for, is_adapter
 COINS, MIXED = "canaries.json", "train.jsonl"
 """The canaries with their coins, which must stay secret; and the texts to train on."""
 
-NAMES = ("text", "text_pair", "label")
+NAMES = ("text", "text_pair", "label", LABEL_TEXT)
 """The columns of the texts to train on."""
 
 VERSION, MAX_BYTES, LENGTH, TRIES = 1, 1 << 26, 10, 100_000
@@ -59,7 +60,8 @@ def draw(
 
     A canary is ``LENGTH`` random words of the model's vocabulary, each one token. Coins, words, labels and order come from
     the operating system. ``num_labels``: None for the classes of the folder's head, or as many as ``data`` needs.
-    ``columns``: those of ``data``. Its ``unit``, which says whose each text is, is kept; each canary is a person of its own.
+    ``columns``: those of ``data``. Names of labels are kept, and so is its ``unit``, which says whose each text is; each
+    canary is a person of its own.
     Raises ``InputError`` for fewer than 20 canaries, for existing files, and for a vocabulary with too few words.
     """
     columns = columns or Columns()
@@ -69,7 +71,7 @@ def draw(
         raise InputError(f"{number} canaries; expected at least 20, and some hundreds for a bound that says something")
     if (unit := columns.unit) in NAMES:
         raise InputError(f"unit is {unit!r}; expected a column of the training texts beside {', '.join(NAMES)}")
-    given = load_examples(data, columns=columns, model=model) if data else []
+    given = load_examples(data, columns=columns, model=model) if data else Examples()
     if any(e.input_ids is not None for e in given):
         raise InputError(
             f"{data} holds input_ids that a protection chose, which would be lost; draw canaries into the original texts "
@@ -89,12 +91,21 @@ def draw(
     rows = [*given, *(Example(c.text, label=c.label, unit=who) for c, who in zip(canaries, own) if c.included)]
     secrets.SystemRandom().shuffle(rows)
     told = {"version": VERSION, "task": task, "num_labels": num_labels, "canaries": [vars(c) for c in canaries]}
-    write_new(folder, {COINS: json.dumps(told, ensure_ascii=False), MIXED: "".join(_row(one, unit) for one in rows)})
+    write_new(
+        folder,
+        {
+            COINS: json.dumps(told, ensure_ascii=False),
+            MIXED: "".join(_row(one, unit, given.label_names or ()) for one in rows),
+        },
+    )
     return canaries
 
 
-def _row(example: Example, unit: str | None) -> str:
-    about = dict(zip(NAMES, (example.text, example.text_pair, example.label)))
+def _row(example: Example, unit: str | None, names: Sequence[str]) -> str:
+    number = example.label
+    # Where some rows have names all must: a class that the data lacks is called by its number.
+    name = None if not names or number is None else names[number] if number < len(names) else str(number)
+    about = dict(zip(NAMES, (example.text, example.text_pair, number, name)))
     about |= {} if unit is None else {unit: example.unit}
     return json.dumps({k: v for k, v in about.items() if v is not None}, ensure_ascii=False) + "\n"
 
