@@ -11,6 +11,7 @@ from rasura.attacks.services.tables import KEPT, Tables, nearest
 from rasura.core.answers import ServiceObservation, TokenReading
 from rasura.core.interfaces import Budget, InputError, NotApplicable
 from rasura.core.specs import ServiceAttackSpec
+from rasura.core.values import Stage
 from rasura.priors.ngram import Unigram
 from rasura.victims.models import layer_inputs, parts
 
@@ -20,13 +21,21 @@ BLOCK = 64
 
 @dataclass(frozen=True)
 class Knn:
-    """The nearest by cosine (Qu et al. 2021, as ObfusLM uses it)."""
+    """The nearest by cosine (Qu et al. 2021, as ObfusLM uses it).
+
+    Where ids of the public tokenizer are sent, an id names itself first: its row may equal another's, or may have moved in
+    training.
+    """
 
     name: str = "knn"
 
     def __call__(self, seen: ServiceObservation, *, rng: torch.Generator, budget: Budget) -> TokenReading:
         tables = Tables(seen)
-        return tables.reading(nearest(tables, KEPT)[0])
+        found = nearest(tables, KEPT)[0]
+        if seen.mechanism.stage is Stage.DATA and not seen.vectors:
+            own = [[i, *(j for j in row if j != i)] for i, row in zip(tables.ids.tolist(), found.tolist())]
+            found = torch.tensor([row[: found.shape[1]] for row in own], dtype=torch.int64).reshape(found.shape)
+        return tables.reading(found)
 
 
 @dataclass(frozen=True)
