@@ -358,6 +358,18 @@ def test_words_that_the_owner_added_are_hidden_and_split_texts_as_before(kind: s
             assert mine(text)["input_ids"] == sent and mine.decode(sent) == own.decode(plain)
 
 
+def test_an_old_key_that_leaves_added_words_open_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    own = tokenizer_of("unigram")
+    own.add_tokens(["lena", "chlamydia"])
+    size, added = len(own), own.convert_tokens_to_ids(["lena", "chlamydia"])
+    for fixed, told in ((fixed_ids(own, size), False), ({*fixed_ids(own, size), *added}, True)):
+        tokens = obfuscate_embedding(nn.Embedding(size, 8), PERMUTED, fixed, generator(2)).tokens
+        Key(tokens, *describe(own), "pair", "base").save(tmp_path / f"{told}.key")
+        caplog.clear()
+        Key.load(tmp_path / f"{told}.key")
+        assert ("leaves 2 words" in caplog.text) == told and "lena" not in caplog.text
+
+
 def test_the_tokenizer_drops_into_a_trainer(public: Path, tmp_path: Path) -> None:
     made = obfuscate_model(public, tmp_path / "served", tmp_path / "my.key", ObfuscationSettings(k=3))
     client = rasura.ObfuscatedTokenizer(made.key)

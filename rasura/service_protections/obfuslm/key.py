@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,6 +22,8 @@ from torch import Tensor
 from rasura.core.ciphers import WrongKey, decrypted, encrypted, passphrase_key
 from rasura.core.files import read_private, write_whole
 from rasura.core.interfaces import InputError
+
+log = logging.getLogger(__name__)
 
 PAIR = "obfuslm_pair"
 """The entry of the served model's ``config.json`` that says which key it goes with: sixteen random hex digits."""
@@ -72,14 +75,27 @@ class Key:
     @classmethod
     def load(cls, path: str | Path, passphrase: str | None = None) -> Key:
         """Read a file of ``save``. Raises ``InputError`` for any other file, for a file that others can read, for a damaged
-        file, and for a wrong passphrase."""
+        file, and for a wrong passphrase. A log line warns of a key that leaves words open which were added to the
+        tokenizer, as keys of earlier versions do."""
         file = Path(path)
         data = read_private(file, "key", LIMIT)
         if data.startswith(MAGIC):
             if passphrase is None:
                 raise InputError(f"the key {file} has a passphrase; pass it")
             data = _opened(data, passphrase, file)
-        return cls._read(data, file)
+        key = cls._read(data, file)
+        if open_words := key.open_words():
+            log.warning(
+                "%s leaves %d words that were added to the tokenizer under their public ids; obfuscate the model again "
+                "with rasura protect obfuslm", file, open_words,
+            )  # fmt: skip
+        return key
+
+    def open_words(self) -> int:
+        """How many words were added to the tokenizer, if the key leaves all of them under their public ids; otherwise 0: by
+        chance a permutation leaves few where they were."""
+        added = [t["id"] for t in json.loads(self.tokenizer)["added_tokens"] if not t["special"]]
+        return len(added) if all(i < len(self.tokens) and int(self.tokens[i]) == i for i in added) else 0
 
     @classmethod
     def _read(cls, data: bytes, file: Path) -> Key:
