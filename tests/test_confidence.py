@@ -262,6 +262,31 @@ def test_active_dropout_and_another_head_leave_the_proof_of_the_rows() -> None:
     assert guess.details["proof"] == "embedding-rows" and guess.tokens == (tuple(TEXT),)
 
 
+@pytest.mark.parametrize("defense", ["none", "dropout:0.1"])
+def test_texts_that_are_beginnings_of_another_are_no_single_text(defense: str) -> None:
+    """GPT-2 puts no end behind a text. The rows of three such texts add up as those of the longest one do."""
+    whole = seen_of(tiny("gpt2", "classification"), [[40, 41, 42, 43, 44], [40, 41, 42], [40]], defense=defense)
+    unknown = replace(whole, granted={g: v for g, v in whole.granted.items() if g is not Grant.BATCH_SIZE})
+    stated = replace(whole, granted={**whole.granted, Grant.BATCH_SIZE: 1}, claimed=frozenset({Grant.BATCH_SIZE}))
+    for seen in (unknown, stated):
+        guess = EmbeddingRows()(seen, rng=generator(0), budget=QUICK)
+        assert guess.confidence == "span" and guess.tokens == ((40, 41, 42, 43, 44),)
+        assert guess.details["beginnings"] and not _settled(guess, seen)
+    alone = seen_of(tiny("gpt2", "classification"), [[40, 41, 42, 43, 44]], defense=defense)
+    seen = replace(alone, granted={g: v for g, v in alone.granted.items() if g is not Grant.BATCH_SIZE})
+    guess = EmbeddingRows()(seen, rng=generator(0), budget=QUICK)
+    assert guess.confidence == ("verified" if defense == "none" else "span")
+    assert EmbeddingRows()(alone, rng=generator(0), budget=QUICK).confidence == "verified", "the number of texts is known"
+
+
+def test_a_pair_ends_twice_and_is_proven_by_the_rows_where_it_is_known_to_be_alone() -> None:
+    pair = [CLS, 40, 41, SEP, 50, 51, SEP]
+    whole = seen_of(tiny("bert", "classification"), [pair], defense="dropout:0.1")
+    unknown = replace(whole, granted={g: v for g, v in whole.granted.items() if g is not Grant.BATCH_SIZE})
+    for seen, confidence in ((whole, "verified"), (unknown, "span")):
+        assert EmbeddingRows()(seen, rng=generator(0), budget=QUICK).confidence == confidence
+
+
 def test_an_end_token_that_no_row_shows_is_proven_by_the_gradient_or_not_at_all() -> None:
     ended = Vocabulary(WORDS, VOCABULARY.decode, VOCABULARY.encode, (CLS,), (SEP,), PAD, VOCABULARY.special_ids)
     model = tiny("gpt2", "causal", tied=False)

@@ -72,6 +72,8 @@ def _settled(guess: Reconstruction, seen: Observation) -> bool:
     ``span`` cannot name of it no other attack does."""
     if guess.confidence == "verified":
         return True
+    if guess.details.get("beginnings"):  # of several texts another attack may tell all
+        return False
     lengths = sorted(seen.lengths) == sorted(map(len, guess.tokens)) if Grant.LENGTHS in seen else True
     worded = all(any(t not in seen.vocabulary.special_ids for t in text) for text in guess.tokens)
     inputs = [text[:-1] if seen.task == "causal" and guess.confidence == "span" else text for text in guess.tokens]

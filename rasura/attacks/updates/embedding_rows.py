@@ -6,7 +6,7 @@ the order (APRIL, Lu et al. 2022). Milliseconds, whatever the model's depth, and
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -21,7 +21,7 @@ from rasura.attacks.updates.trained_rows import opposed, own_output, weights_of,
 from rasura.core.interfaces import AttackFailed, Budget, NotApplicable
 from rasura.core.so_far import tell
 from rasura.core.specs import AttackSpec, Home
-from rasura.core.values import UNKNOWN, Grant, Observation, Parameter, Reconstruction
+from rasura.core.values import UNKNOWN, Grant, Observation, Parameter, Reconstruction, Vocabulary
 from rasura.victims.models import Parts, parts
 from rasura.victims.positions import first_position
 
@@ -161,10 +161,12 @@ class EmbeddingRows:
     """Reads the words from the word embedding's gradient, and their order where a position embedding is trained too.
 
     One text with positions: its tokens in place, repeats included; ``verified`` (proof ``embedding-rows``) when the place
-    rows reproduce every word row exactly, and no other arrangement of them does. More texts, or no position embedding
-    (Llama): the bag of distinct tokens (``ordered=False``), given once for every text because it cannot be told apart; it is
-    ``span`` where its rows look like those of words (``row_evidence``), else ``matched``. Under noise the rows that stand
-    out are kept. Of what a training changed, the rows that decay does not explain.
+    rows reproduce every word row exactly, and no other arrangement of them does. Texts that are beginnings of this one leave
+    the same rows, unless it ends in the tokenizer's only end token; where the batch size is not known, it is then ``span``
+    (``beginnings`` in the details) or proven by the gradient. More texts, or no position embedding (Llama): the bag of
+    distinct tokens (``ordered=False``), once for every text because it cannot be told apart; ``span`` where its rows look
+    like those of words (``row_evidence``), else ``matched``. Under noise the rows that stand out are kept. Of what a
+    training changed, the rows that decay does not explain.
 
     A causal model that ties its output layer to the embedding fills every row; the input rows are separated by the low rank
     of the output part. Its last token enters no loss. It stays ``UNKNOWN`` unless it is the tokenizer's end, and the
@@ -235,25 +237,22 @@ class EmbeddingRows:
 
     @staticmethod
     def _judged(
-        seen: Observation,
-        tokens: tuple[int, ...],
-        words: Rows,
-        places: Rows,
-        taken: list[int],
-        exact: bool,
+        seen: Observation, tokens: tuple[int, ...], words: Rows, places: Rows, taken: list[int], exact: bool,
         details: Mapping[str, Parameter],
-    ) -> Reconstruction:
-        proof = None
-        if exact and seen.task != "causal":
-            proof = prove_rows(tokens, *told_apart(words, places, taken), len(words), seen.vocabulary)
-        elif exact:  # the last token has no row: the tokenizer's end token is a guess, which the gradient may prove
-            proof = prove(seen, [tokens])
-        if proof is not None:
-            return verified(proof, details)
-        believed = exact and seen.task == "causal"
-        if believed:  # what no row shows and the gradient does not prove stays open
-            tokens = (*tokens[:-1], UNKNOWN)
-        return in_span((tokens,), seen, believed=believed, details=details)
+    ) -> Reconstruction:  # fmt: skip
+        if not exact:
+            return in_span((tokens,), seen, believed=False, details=details)
+        if seen.task == "causal":  # the last token has no row: the tokenizer's end is a guess, which the gradient may prove
+            if (proof := prove(seen, [tokens])) is not None:
+                return verified(proof, details)
+            return in_span(((*tokens[:-1], UNKNOWN),), seen, believed=True, details=details)
+        proof = prove_rows(tokens, *told_apart(words, places, taken), len(words), seen.vocabulary)
+        alone = Grant.BATCH_SIZE in seen and Grant.BATCH_SIZE not in seen.claimed
+        if proof is None:
+            return in_span((tokens,), seen, believed=False, details=details)
+        if not alone and not _ends_once(tokens, seen.vocabulary) and (proof := prove(seen, [tokens])) is None:
+            return in_span((tokens,), seen, believed=True, details={**details, "beginnings": True})
+        return verified(proof, details)
 
     @staticmethod
     def _places(seen: Observation, found: Parts, noisy: bool) -> Rows | None:
@@ -278,6 +277,12 @@ class EmbeddingRows:
             # The last token predicts nothing, so it has no gradient. The end that the tokenizer puts is a guess.
             tokens.append(seen.vocabulary.suffix[-1] if seen.vocabulary.suffix else UNKNOWN)
         return tuple(tokens)
+
+
+def _ends_once(tokens: Sequence[int], vocabulary: Vocabulary) -> bool:
+    """Whether no beginning of ``tokens`` can be a text of its own: they end as the tokenizer ends texts, and only there."""
+    ends = [place for place, token in enumerate(tokens, 1) if token in vocabulary.suffix[-1:]]
+    return ends == [len(tokens)]
 
 
 SPEC = AttackSpec(

@@ -16,6 +16,7 @@ from rasura.attacks.updates.span.assembling import MAX_COPIES, Sentences, arrang
 from rasura.attacks.updates.span.attended import Attended, attended
 from rasura.attacks.updates.span.chains import or_chained
 from rasura.attacks.updates.span.completion import few_hidden, uncovered
+from rasura.attacks.updates.span.decay import less_decay
 from rasura.attacks.updates.span.endings import finish
 from rasura.attacks.updates.span.inputs import Inputs
 from rasura.attacks.updates.span.leverage import or_by_leverage
@@ -79,7 +80,7 @@ class Span:
     def _read(self, seen: Observation, rng: torch.Generator, budget: Budget) -> Reconstruction:
         known = parts(seen.model)  # the first visible block names tokens; one or two deeper ones tell texts apart
         wanted = 1 if Grant.BATCH_SIZE in seen and seen.batch_size == 1 and not known.causal else 3
-        observed, seen = seen, uncovered(seen, wanted)
+        observed, seen = seen, uncovered(less_decay(seen), wanted)
         dropout = announced_dropout(seen) if self.adaptive else 0.0
         others = stand_ins(seen) if self.adaptive and known.causal and not (dropout or blocks_that_tell(seen)) else ()
         spaces = adapter_spaces(seen, wanted) if self.adaptive and not dropout else {}

@@ -13,6 +13,7 @@ from rasura.attacks.shared.dummies import nearest_tokens, ordinary_ids, template
 from rasura.attacks.shared.precision import in_full_precision
 from rasura.attacks.shared.verify import prove, verified
 from rasura.attacks.updates.span.completion import uncovered
+from rasura.attacks.updates.span.decay import less_decay
 from rasura.attacks.updates.span.rows import RowSpace, block_spaces, blocks_to_read
 from rasura.attacks.updates.span_matching.discrete import Beam, beam_search, fill_holes
 from rasura.attacks.updates.span_matching.guided import Guided
@@ -80,7 +81,7 @@ class SpanMatching:
 
     def __call__(self, seen: Observation, *, rng: torch.Generator, budget: Budget) -> Reconstruction:
         check_takes_embeddings(seen.model)
-        observed, seen = seen, uncovered(in_full_precision(seen, budget))
+        observed, seen = seen, uncovered(less_decay(in_full_precision(seen, budget)))
         spaces = block_spaces(seen, blocks_to_read(seen))
         if not spaces:
             raise AttackFailed(
