@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.nn import functional
 from typer.testing import CliRunner
 
 from rasura.cli import app
@@ -75,7 +76,8 @@ def test_labels_without_a_text_are_not_nothing(victim: Victim, tmp_path: Path) -
     assert (found.texts, found.labels, found.notes) == ((), (1,), ())
     common = ["read", str(path), "--model", victim.name, "--batch-size", "1", "--attack", "labels", "--update", "fedsgd"]
     for shown in (CliRunner().invoke(app, common).output, found._repr_html_()):
-        assert "no text was recovered, but the labels of the batch: 1" in shown and "nothing" not in shown
+        said = "no text was recovered, but an estimate of the labels, if the loss is plain cross entropy: 1"
+        assert said in " ".join(shown.split()) and "nothing" not in shown
 
 
 def test_labels_that_lean_on_the_size_of_the_update_are_called_an_estimate(victim: Victim, tmp_path: Path) -> None:
@@ -84,9 +86,31 @@ def test_labels_that_lean_on_the_size_of_the_update_are_called_an_estimate(victi
     save_file({n: 0.01 * t for n, t in load_file(path).items()}, path)
     found = read_update(path, victim, ReadRequest(attack="labels", batch_size=3, update="fedsgd"))
     assert found.labels not in (None, (0, 0, 0)), "clipping hides how many texts have a label"
-    assert (
-        found.without_texts == f"no text was recovered, but an estimate of the labels: {', '.join(map(str, found.labels))}"
-    )
+    said = "no text was recovered, but an estimate of the labels, if the loss is plain cross entropy"
+    assert found.without_texts == f"{said}: {', '.join(map(str, found.labels))}"
+
+
+@pytest.mark.parametrize(("bias", "attack"), [(4.0, "labels"), (16.0, "span")])
+def test_no_label_is_called_certain_where_smoothing_may_have_turned_the_sign(
+    victim: Victim, tmp_path: Path, bias: float, attack: str
+) -> None:
+    """The model is more certain of the true label 1 than smoothing wants, so the gradient has the sign of the label 0."""
+    kept = victim.model.get_parameter("classifier.bias").detach().clone()
+    inputs = dict(victim.tokenizer([TEXT], return_tensors="pt"))
+    try:
+        with torch.no_grad():
+            victim.model.get_parameter("classifier.bias").copy_(torch.tensor([0.0, bias]))
+        named = dict(victim.model.named_parameters())
+        loss = functional.cross_entropy(victim.model(**inputs).logits, torch.tensor([1]), label_smoothing=0.1)
+        found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+        save_file({n: g for n, g in zip(named, found) if g is not None}, path := tmp_path / "u.safetensors")
+        for update in (None, "fedsgd"):
+            read = read_update(path, victim, ReadRequest(attack=attack, batch_size=1, update=update))
+            assert read.labels is None or ("an estimate of the labels" in read.without_texts and not read.details["exact"])
+            assert read.texts == (() if attack == "labels" else (TEXT,))
+    finally:
+        with torch.no_grad():
+            victim.model.get_parameter("classifier.bias").copy_(kept)
 
 
 def test_the_command_says_it_too(victim: Victim, tmp_path: Path) -> None:

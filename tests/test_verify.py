@@ -6,16 +6,17 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from rasura.attacks.shared import verify
 from rasura.attacks.shared.comparing import cosine, relative_error
 from rasura.attacks.shared.decoys import decoys, longer_or_shorter, weakest
-from rasura.attacks.shared.labelings import labelings, pad, turned
+from rasura.attacks.shared.labelings import labelings, may_be_turned, pad, turned
 from rasura.attacks.shared.verify import (
     apart,
     check,
@@ -501,6 +502,35 @@ def test_of_copies_of_one_text_a_file_tells_no_labels_but_by_its_size(labels: li
     clipped = replace(clipped, granted={**seen.granted, Grant.MECHANISM: (Gaussian(sigma=0.0, clip=1.0),)})
     some = prove(clipped, [TEXT, TEXT])
     assert some is None or some.labels is None
+
+
+@pytest.mark.parametrize("rows", [[TEXT], [TEXT, SHORT]])
+@pytest.mark.parametrize("sign", ["unknown", "stated"])
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_no_label_is_proven_where_smoothing_may_have_turned_the_sign(
+    rows: list[list[int]], sign: Literal["unknown", "stated"], clip: float | None
+) -> None:
+    """The model is almost certain of the true label 1. Float32 rounds its gradient without smoothing away."""
+    model = tiny("bert", "classification", num_labels=2)
+    with torch.no_grad():
+        model.get_parameter("classifier.bias").copy_(torch.tensor([0.0, 16.0]))
+    ids, mask = pad(rows, 0)
+    logits = model(input_ids=ids, attention_mask=mask).logits
+    loss = functional.cross_entropy(logits, torch.ones(len(rows), dtype=torch.long), label_smoothing=0.1)
+    named = dict(model.named_parameters())
+    found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+    message = Message({n: g for n, g in zip(named, found) if g is not None}, sign=sign)
+    how = () if clip is None else (Gaussian(sigma=0.0, clip=clip),)
+    seen = observe_update(message, "classification", model=model, vocabulary=VOCABULARY, mechanism=how)
+    proof = prove(seen, rows)
+    assert proof is not None and proof.labels is None
+
+
+def test_the_label_of_three_classes_is_told_by_the_logits_however_certain_the_model_is() -> None:
+    for least, turns in ((0.0, False), (-16.0, True)):  # with a third class of no weight there are but two
+        logits = torch.tensor([[0.0, 18.0, least]])
+        assert may_be_turned(logits, torch.tensor([0])) == turns
+    assert may_be_turned(torch.tensor([[0.0, 2000.0, 0.0]]), torch.tensor([1])), "nothing is left of its gradient"
 
 
 @pytest.mark.parametrize(("classes", "kind"), [(1, None), (1, "regression"), (3, "multi_label_classification")])

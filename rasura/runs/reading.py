@@ -77,8 +77,8 @@ class ReadResult:
     def without_texts(self) -> str:
         """What is said where there are no texts."""
         if self.labels:
-            what = "the labels of the batch" if self.details.get("exact") else "an estimate of the labels"
-            return f"no text was recovered, but {what}: {', '.join(map(str, self.labels))}"
+            named = ", ".join(map(str, self.labels))
+            return f"no text was recovered, but an estimate of the labels, if the loss is plain cross entropy: {named}"
         return f"nothing was recovered: {self.reason or 'the attack returned no text'}"
 
     @property

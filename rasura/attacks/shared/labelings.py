@@ -14,6 +14,9 @@ from rasura.victims.models import layer_inputs, one_class_each, parts
 
 MAX_LABELINGS = 64
 
+_OPPOSITE = 1e-2
+"""Relative distance up to which labels count as opposite: ten times the largest error of a verified guess."""
+
 
 def pad(tokens: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
     """Id sequences as ``input_ids`` and ``attention_mask``, both ``(batch, longest)``."""
@@ -95,3 +98,23 @@ def turned(logits: Tensor, labels: Tensor) -> Tensor:
     or ``(-p, p)``. With more, what the other classes get has the wrong sign.
     """
     return logits.scatter(-1, labels[:, None], -torch.inf).argmax(-1)
+
+
+def may_be_turned(logits: Tensor, labels: Tensor) -> bool:
+    """Whether an update of the ``labels`` ``(batch,)``, of any size, may be that of others turned around.
+
+    With two classes always: label smoothing turns a text's gradient too, where the model is certain of its label. With more,
+    if softmax minus one-hot of the ``turned`` labels is nearly opposite. This looks at the ``logits`` ``(batch, classes)``,
+    since float32 rounds away the gradient of a label of which the model is certain.
+    """
+    if logits.shape[-1] == 2:
+        return True
+    own, other = _deltas(logits, labels).flatten(), -_deltas(logits, turned(logits, labels)).flatten()
+    along = (own @ other).clamp_min(0) / (other @ other)
+    return not bool((own - along * other).norm() > _OPPOSITE * own.norm())  # nor where nothing is left of them
+
+
+def _deltas(logits: Tensor, labels: Tensor) -> Tensor:
+    """Softmax minus one-hot, ``(batch, classes)`` in float64; exact also where a label has a probability of almost one."""
+    others = logits.double().softmax(-1).scatter(-1, labels[:, None], 0.0)
+    return others.scatter(-1, labels[:, None], -others.sum(-1, keepdim=True))

@@ -17,7 +17,7 @@ from torch import Tensor
 from rasura.attacks.shared.comparing import relative_error, scale
 from rasura.attacks.shared.decoys import decoys, free_places, longer_or_shorter, weakest
 from rasura.attacks.shared.dummies import ordinary_ids
-from rasura.attacks.shared.labelings import labelings, pad, targets, turned
+from rasura.attacks.shared.labelings import labelings, may_be_turned, pad, targets, turned
 from rasura.attacks.shared.twins import Texts, twins
 from rasura.core.interfaces import AttackFailed
 from rasura.core.mechanisms import typed
@@ -43,6 +43,9 @@ PRECISION = 1e-6
 
 CHANCE = 1e-6
 """Expected number of texts that may fit as well by chance, over all texts of these lengths."""
+
+SMOOTHED = 0.25
+"""A text of two classes whose label has a lower probability may have the other one under label smoothing of up to a half."""
 
 LARGE, HELD = 2**20, 0.1
 """Updates of more entries are told from a decoy's by their last tensors where these suffice: those that hold this fraction
@@ -204,21 +207,23 @@ def prove(seen: Observation, tokens: Sequence[Sequence[int]], types: Sequence[Se
 def _signed(seen: Observation, inputs: Mapping[str, Tensor], logits: Tensor, labels: Tensor, error: float) -> bool:
     """Whether the update tells ``labels``: its sign is known, or they are, or no other labels fit it turned around.
 
-    A sign that is only stated is believed where the update has the size that ``labels`` give, unless it was clipped. The
-    labels of copies of one text are told by the size alone, where there are two classes: each of them scales its gradient.
+    A sign that is only stated is believed where the update has the size that ``labels`` give, which no label smoothing
+    leaves, or was clipped. With two classes, the size alone tells the labels of copies of one text, since each scales its
+    gradient, and labels that the model finds unlikely (``SMOOTHED``).
     """
     sign = seen.message.sign
     if sign == "known" or Grant.LABELS in seen or seen.task == "causal":
         return True
     update = announced_update(seen)
-    ids = inputs["input_ids"]
-    copies = logits.shape[-1] == 2 and len(ids) > 1 and bool((ids == ids[0]).all())
     if sign == "stated":
         guess, _ = changed(seen.model, {**inputs, "labels": labels}, list(seen.gradients), update)
         clipped = Grant.MECHANISM in seen and any(math.isfinite(typed(m).largest_norm) for m in seen.mechanism)
-        if (clipped and not copies) or abs(scale(guess, seen.gradients, seen.visible) - 1) < VERIFIED:
+        ids, probabilities = inputs["input_ids"], logits.softmax(-1).gather(-1, labels[:, None])
+        copies, unlikely = len(ids) > 1 and bool((ids == ids[0]).all()), bool((probabilities < SMOOTHED).any())
+        by_size_alone = logits.shape[-1] == 2 and (copies or unlikely)
+        if (clipped and not by_size_alone) or abs(scale(guess, seen.gradients, seen.visible) - 1) < VERIFIED:
             return True
-    if copies:
+    if may_be_turned(logits, labels):
         return False
     guess, _ = changed(seen.model, {**inputs, "labels": turned(logits, labels)}, list(seen.gradients), update)
     return apart(error, relative_error({n: -g for n, g in guess.items()}, seen.gradients, seen.visible))

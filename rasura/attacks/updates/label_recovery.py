@@ -123,10 +123,12 @@ def counts(deltas: Tensor, expected: Tensor, size: int) -> list[int]:
 class LabelRecovery:
     """Which labels the batch holds, from the head's gradient; no text is guessed (``tokens=()``).
 
-    ``labels`` lists every text's label in ascending order (not by text). At batch size 1 the label is exact; at larger sizes
-    the counts lean on the head's mean prediction (``details['exact']``), and on a gradient that was not rescaled by
-    clipping. Without a granted batch size only the labels that are certainly present are listed, once each. Where the sign
-    of the update is not known, only one text and three classes or more tell a label: its delta is the largest.
+    ``labels`` lists every text's label in ascending order (not by text). At batch size 1 the label is exact where the client
+    is known to take plain cross entropy, as in an audit (``details['exact']``). In a captured file it is an estimate: label
+    smoothing turns the sign where the model is certain of the label, and without the text the size tells nothing. At larger
+    sizes the counts lean on the head's mean prediction, and on a gradient that was not rescaled by clipping. Without a
+    granted batch size only the labels whose gradient is negative are listed, once each. Where the sign of the update is not
+    known, only one text and three classes or more tell a label: its delta is the largest.
 
     Raises ``NotApplicable`` for a causal model, a regression or multi-label head, and where the head's gradient is not in
     the update; ``AttackFailed`` where noise hides the sign, or it is not known.
@@ -157,7 +159,8 @@ class LabelRecovery:
             raise AttackFailed("the head's gradient does not sum to zero over the labels: noise hides the sign")
         size = seen.batch_size if Grant.BATCH_SIZE in seen else None
         labels: tuple[int, ...]
-        details = {"exact": exact and size == 1 and not noisy, "from": "bias" if exact else "weight"}
+        ours = seen.message.sign == "known"  # so is the loss
+        details = {"exact": ours and exact and size == 1 and not noisy, "from": "bias" if exact else "weight"}
         if seen.message.sign == "unknown":
             if size != 1 or len(deltas) < 3:
                 raise AttackFailed(UNSIGNED)
