@@ -302,6 +302,17 @@ def test_broken_adapters_are_refused(adapter: Path, what: str) -> None:
     refused(adapter, said)
 
 
+@pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig", "PromptEncoderConfig"])
+def test_trained_prompts_are_named_as_a_kind_that_is_not_supported(folder: Path, tmp_path: Path, kind: str) -> None:
+    peft = pytest.importorskip("peft")
+    config = getattr(peft, kind)(task_type="SEQ_CLS", num_virtual_tokens=4)
+    made = tmp_path / "prompts"
+    peft.get_peft_model(load(folder, "classification").model, config).save_pretrained(made)
+    change_config(made, "adapter_config.json", base_model_name_or_path=str(folder))
+    said = refused(made, rf"holds trained prompts \({config.peft_type.value}\), which are not supported")
+    assert "such as LoRA" in said and "does not fit" not in said
+
+
 def test_an_adapter_of_itself_is_refused(adapter: Path) -> None:
     change_config(adapter, "adapter_config.json", base_model_name_or_path=str(adapter))
     refused(adapter, "that is an adapter itself")

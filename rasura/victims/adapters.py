@@ -112,7 +112,7 @@ def with_adapter(model: nn.Module, folder: Path, fresh: tuple[str, ...]) -> tupl
     Every weight of the adapter must be in its file, in its shape.
     """
     try:
-        from peft import PeftModel, get_peft_model_state_dict
+        from peft import PEFT_TYPE_TO_CONFIG_MAPPING, PeftModel, PromptLearningConfig, get_peft_model_state_dict
     except ImportError:
         raise MissingExtra(f"{folder} is a PEFT adapter; run: pip install 'rasura[lora]'") from None
     from safetensors.torch import load_file
@@ -121,7 +121,14 @@ def with_adapter(model: nn.Module, folder: Path, fresh: tuple[str, ...]) -> tupl
     if not file.is_file():
         raise InputError(f"{folder} holds no adapter_model.safetensors; expected it beside adapter_config.json")
     check_files(folder)
-    rank = read_config(folder / "adapter_config.json").get("r", 1)
+    config = read_config(folder / "adapter_config.json")
+    prompts = {k.value for k, made_by in PEFT_TYPE_TO_CONFIG_MAPPING.items() if issubclass(made_by, PromptLearningConfig)}
+    if (kind := str(config.get("peft_type"))) in prompts:
+        raise InputError(
+            f"{folder} holds trained prompts ({kind}), which are not supported; expected an adapter of the model's layers, "
+            "such as LoRA"
+        )
+    rank = config.get("r", 1)
     if type(rank) is not int or not 0 < rank <= LARGEST_RANK:
         raise InputError(f"{folder}/adapter_config.json says r = {str(rank)[:30]}; expected 1 to {LARGEST_RANK}")
     try:
