@@ -103,6 +103,23 @@ def test_damaged_files_are_refused(tmp_path: Path, victim: Victim, content: byte
     assert says in refusal(load_update, tmp_path / "u.safetensors", victim)
 
 
+@pytest.mark.parametrize(
+    "name", ["cls.predictions.bias", "cls.seq_relationship.weight", "qa_outputs.bias", "lm_head.weight"]
+)
+def test_heads_of_other_tasks_are_left_out_and_not_renamed(tmp_path: Path, victim: Victim, name: str) -> None:
+    """Any name of the model that is near would make an update that nobody computed."""
+    whole = {n: torch.full_like(p, 0.1) for n, p in victim.model.named_parameters() if not n.startswith("classifier")}
+    save_file({**whole, name: torch.zeros(2)}, path := tmp_path / "u.safetensors")
+    said = refusal(load_update, path, victim)
+    assert (
+        f"{name}, of a head that the model does not have" in said
+        and f"leave the tensors of {name.split('.')[0]} out of the file" in said
+    )
+    assert "did you mean" not in said
+    save_file(whole, path)
+    assert set(load_update(path, victim)) == set(whole)
+
+
 class Trap:
     """Unpickled, it makes a file."""
 

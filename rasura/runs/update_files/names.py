@@ -25,6 +25,15 @@ MAGNITUDE = "lora_magnitude_vector"
 COUNTED = frozenset({"position_ids", "inv_freq", "num_batches_tracked", "masked_bias"})
 """Buffers in older state dicts. They are constants."""
 
+HEADS = frozenset(
+    {
+        "classifier", "cls", "discriminator_predictions", "generator_lm_head", "generator_predictions", "lm_head",
+        "lm_predictions", "predictions", "qa_outputs", "score", "sop_classifier", "vocab_layer_norm", "vocab_projector",
+        "vocab_transform",
+    }
+)  # fmt: skip
+"""What Hugging Face models call the heads of their tasks."""
+
 
 @dataclass(frozen=True)
 class Matched:
@@ -186,6 +195,12 @@ def _unknown(name: str, source: Source, model: nn.Module) -> str:
         return (
             f"{source.file} holds LoRA weights ({name[:100]}), but the model has no adapter; pass the folder of "
             "the previous round's adapter as --before or --model"
+        )
+    own = {part for n, _ in model.named_parameters() for part in n.split(".")}
+    if head := next((part for part in name.split(".") if part in HEADS - own), None):
+        return (
+            f"{source.file} holds {name[:200]}, of a head that the model does not have, such as that of another task; leave "
+            f"the tensors of {head} out of the file to read the others"
         )
     try:
         known(f"parameter in {source.file.name}", name[:200], [n for n, _ in model.named_parameters()])
