@@ -204,7 +204,8 @@ def _print(result: dict[str, Any], path: Path) -> None:
     for row, part in zip(rows(result), result["families"]):
         if part["status"] not in REACHED:
             out.print(row["says"], markup=False, highlight=False)
-        for line in (*row["yardsticks"], row["promise"] if part["status"] in REACHED else "", doubt(part)):
+        promised = [row["promise"], *row["warnings"]] if part["status"] in REACHED else []
+        for line in (*row["yardsticks"], *promised, doubt(part)):
             out.print(f"{row['family']}: {line}" if line else "", markup=False, highlight=False)
     told = [f["utility"] for f in result["families"] if "cost" in (f.get("utility") or {})]
     for line in filter(None, (*result["checks"], chose(told))):

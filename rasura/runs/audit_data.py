@@ -171,6 +171,11 @@ def _seen(data: AuditData, plan: Plan, victim: Victim) -> list[Hashable]:
     return [one for group in groups(data.private, 256) for one in contents(_encoded(group, plan, victim))]
 
 
+def batches_of(examples: Sequence[Any], plan: Plan, victim: Victim) -> list[Any]:
+    """All ``examples``, in order, in batches as ``victim`` sees them. Raises ``InputError`` as ``data.text.encode`` does."""
+    return [_encoded(examples[k : k + 256], plan, victim) for k in range(0, len(examples), 256)]
+
+
 def _encoded(group: Sequence[Any], plan: Plan, victim: Victim) -> Any:
     v = victim
     if v.task == "vision":

@@ -13,19 +13,18 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from rasura.accounting import guarantee, sampling_for
-from rasura.core.errors import MissingExtra
 from rasura.core.given import of_kind
 from rasura.core.interfaces import Defense, InputError
 from rasura.core.run_store import RunStore
-from rasura.data.text import columns_of, load_examples
 from rasura.metrics.learned import has_figures
 from rasura.metrics.utility import HIGHER_IS_BETTER
 from rasura.registry import Family, family, parse_defense
 from rasura.report.calibration import recommendation
+from rasura.report.commands import FILE
 from rasura.report.cut import OF_WHAT_IS_LEFT, cut_off
 from rasura.report.levels import point, yardstick
 from rasura.report.pooled import texts_needed
@@ -34,6 +33,7 @@ from rasura.report.training import JUDGED
 from rasura.report.verdicts import READS, plain, unmeasured
 from rasura.runs.audit import Audit
 from rasura.runs.audit_data import AuditData, different, load_data, without
+from rasura.runs.calibration_guarantee import TrainedOn, trained_on
 from rasura.runs.calibration_plan import CalibrationPlan
 from rasura.runs.cells import Cell
 from rasura.runs.estimate import FIRST
@@ -53,7 +53,8 @@ class Calibration:
         self.plan, self.folder, self.device = wanted.plan, Path(folder), device
         first = Audit(replace(self.plan, defenses=("none",)), device=device)
         self.label_names = first.plan.label_names
-        self.victim, self.n_texts, self.data_name = first.victim, len(first.data.private), first.data_name
+        self.victim, self.data, self.data_name = first.victim, first.data, first.data_name
+        self.n_texts = len(self.data.private)
         self.adapter = next(iter(first.updates.values()))[0].adapter
         self.model = first.models.public(self.adapter)
         entries = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
@@ -91,10 +92,10 @@ class Calibration:
     def _train_plan(self, defenses: tuple[str, ...] = ("none",)) -> TrainPlan:
         w, p = self.wanted, self.plan
         return TrainPlan(
-            str(w.train or p.data), w.test, p.model, p.task, defenses, w.train_limit, num_labels=self.victim.num_labels
-            if p.task == "classification" else None, lora=self.adapter.rank, truncate=p.truncate,
-            max_length=p.max_length, recipe=w.recipe, targets=self.adapter.targets, adapter_dropout=self.adapter.dropout,
-            **{name: getattr(p, name) for name in COLUMNS},
+            str(w.train or p.data or FILE), w.test, p.model, p.task, defenses, w.train_limit,
+            num_labels=self.victim.num_labels if p.task == "classification" else None, lora=self.adapter.rank,
+            truncate=p.truncate, max_length=p.max_length, recipe=w.recipe, targets=self.adapter.targets,
+            adapter_dropout=self.adapter.dropout, **{name: getattr(p, name) for name in COLUMNS},
         )  # fmt: skip
 
     def estimate(self) -> float:
@@ -210,23 +211,19 @@ class Calibration:
     def _guarantee(self, setting: str) -> dict[str, Any]:
         """The setting's guarantee for the texts of a training with the plan's recipe and secure noise, as the command that
         ``applied`` names runs it."""
-        parts = self.defenses[setting]
-        mechanisms, recipe, plan = [p.counted for p in parts], self.wanted.recipe, self._train_plan()
-        source, examples = self.wanted.train or self.plan.data, self.n_texts
-        if self.training is not None:
-            examples = len(self.training.rows)
-        elif self.plan.task != "vision":
-            if source is not None:
-                examples = len(load_examples(source, limit=plan.limit, columns=columns_of(self.plan)))
-            examples -= plan.held_out(examples)
-        run = plan.run(examples, sampling_for(mechanisms))
+        parts, recipe = self.defenses[setting], self.wanted.recipe
+        about = {"batch_size": recipe.batch_size, "epochs": recipe.epochs}
         with defended(self.model, parts):
             sizes = [p.numel() for p in self.model.parameters() if p.requires_grad]
-        about = {"examples": examples, "batch_size": recipe.batch_size, "epochs": recipe.epochs}
         try:
-            return {**guarantee(mechanisms, run, sizes=sizes).to_dict(), **about}
-        except MissingExtra as missing:
-            return {"statement": f"not computed: {missing}", **about}
+            return {**self._trained_on.promised([p.counted for p in parts], sizes), **about}
+        except InputError as reason:
+            return {"statement": f"not computed: {reason}", **about}
+
+    @cached_property
+    def _trained_on(self) -> TrainedOn:
+        read = (self.wanted.train or self.plan.data) is not None
+        return trained_on(self._train_plan(), self.plan, self.victim, self.data, read=read)
 
     def _utility(self, found: Sequence[dict[str, Any]]) -> None:
         """Train under each setting found, and without its open part, and add the cost."""

@@ -33,6 +33,7 @@ from rasura.runs.canary_result import measured
 from rasura.runs.described import codes_of
 from rasura.runs.drawing import numbered
 from rasura.runs.gradient_canaries import GradientCanaries
+from rasura.runs.held_out import parted
 from rasura.runs.membership_rows import began
 from rasura.runs.noise_target import check_target
 from rasura.runs.scoring import versions
@@ -67,7 +68,9 @@ class Training:
         self.labels = plan.num_labels or classes_for(plan.model, 1 + max(labels))
         victim = self.victim(plan.recipe.seed)
         self.pad = victim.vocabulary.pad_id or 0
-        kept, held = self._parted(everything)
+        places = parted(plan, everything)
+        self.parted: dict[str, Any] = {"trained": places[0], "held_out": places[1], "texts": texts_hash(everything)}
+        kept, held = ([everything[k] for k in some] for some in places)
         self.owners = None if plan.unit is None else numbered([e.unit or "" for e in kept], len(kept))
         start = time.process_time()
         self.rows = self._encoded(victim, kept)
@@ -115,23 +118,6 @@ class Training:
         device = "cpu" if self.plan.service else self.device
         made = load(self.plan.model, task, num_labels=self.labels, seed=seed, device=device, attacked=attacked)
         return with_one_label(made)
-
-    def _parted(self, everything: Sequence[Example]) -> tuple[list[Example], list[Example]]:
-        """The training texts and the held-out texts, drawn once for all defenses and seeds."""
-        order = torch.randperm(len(everything), generator=generator(self.plan.recipe.seed, "part")).tolist()
-        some = order[: self.plan.limit]
-        # Each person is one of those trained on, or held out, with all of their texts.
-        whose = [everything[k].unit if self.plan.unit else k for k in some]
-        each = list(dict.fromkeys(whose))
-        count = self.plan.held_out(len(each))
-        if count >= len(each):
-            kind = "texts" if self.plan.unit is None else "persons"
-            raise InputError(f"{self.plan.data}: {len(each)} {kind} are too few to hold any out; expected at least 2")
-        apart = set(each[:count])
-        held = [k for k, one in zip(some, whose) if one in apart]
-        kept = [k for k, one in zip(some, whose) if one not in apart]
-        self.parted = {"trained": kept, "held_out": held, "texts": texts_hash(everything)}
-        return [everything[k] for k in kept], [everything[k] for k in held]
 
     def _others(self, victim: Victim, examples: Sequence[Example], source: str) -> list[Batch]:
         """The texts that the model is judged on: each once, and none that it is trained on."""
