@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from rasura.cli import app
 from rasura.cli.calibrate import _print
+from rasura.core.errors import InputError
 from rasura.registry import parse_defense
 from rasura.report.commands import applied
 from rasura.runs.calibration import Calibration
@@ -74,6 +75,37 @@ def test_what_the_training_does_not_cover_is_said_beside_its_guarantee(
     copies, held, before = stated["warnings"]
     assert "different training texts stand in several" in copies and "held out of notes.jsonl" in held
     assert "was itself trained by rasura train, under none" in before
+
+
+@pytest.mark.parametrize(
+    ("changed", "more"),
+    [
+        ({}, {"updates": ("local:lora=2/targets=all/dropout=0.1",)}),
+        ({}, {"updates": ("lora:2",), "num_labels": 3, "train_limit": 10}),
+        ({"keep": "last", "schedule": "linear", "warmup": 0.1, "optimizer": "sgd", "seed": 3, "physical_batch_size": 2}, {}),
+        ({"batch_size": 32, "learning_rate": 1e-4}, {"truncate": True, "max_length": 8}),
+    ],
+)
+def test_the_command_trains_what_the_guarantee_and_the_cost_are_for(
+    model_folder: Path, tmp_path: Path, changed: dict[str, Any], more: dict[str, Any]
+) -> None:
+    """The command left out which layers have adapters: it had twice the epsilon that was stated."""
+    pytest.importorskip("peft")
+    setting, recipe = "directional:3000", Recipe(**{**vars(RECIPE), **changed})
+    found, trained = tmp_path / "found", tmp_path / "trained"
+    made = prepared(found, model_folder, setting, recipe, data=str(notes(tmp_path)), utility="accuracy", **more)
+    stated = made._guarantee(setting)
+    made.close()
+    done = CliRunner().invoke(app, [*command(made, setting), "--out", str(trained), "--json"])
+    assert (trained / "plan.json").read_text() == (found / "utility" / "plan.json").read_text()
+    (planned,) = [row["planned"] for row in json.loads(done.stdout) if row["defense"] == setting]
+    assert (stated["epsilon"], stated["statement"]) == (planned["epsilon"], planned["statement"])
+
+
+def test_a_recipe_that_no_command_trains_by_is_refused(model_folder: Path, tmp_path: Path) -> None:
+    recipe = Recipe(**{**vars(RECIPE), "weight_decay": 0.0, "accumulate": 2})
+    with pytest.raises(InputError, match="the recipe sets weight_decay, accumulate, which no option of rasura train does"):
+        prepared(tmp_path / "found", model_folder, recipe=recipe, data=str(notes(tmp_path)))
 
 
 def test_texts_of_the_command_line_are_looked_at_too(model_folder: Path, tmp_path: Path) -> None:

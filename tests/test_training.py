@@ -227,7 +227,11 @@ def test_bad_training_input_is_refused_in_one_line(tmp_path: Path, model_folder:
     assert "warmup is 1.0" in refused("train", data, *common, "--schedule", "linear", "--warmup", "1")
     assert "the schedule linear or cosine" in refused("train", data, *common, "--warmup", "0.1")
     assert "expected a full local training" in refused("train", data, *common, "--update", "fedavg-sgd:4")
-    for option, value in (("--precision", "bf16"), ("--keep", "best"), ("--epochs", "20"), ("--lora", "4")):
+    assert "also pass their rank" in refused("train", data, *common, "--targets", "all")
+    for option, value in (
+        ("--precision", "bf16"), ("--keep", "best"), ("--epochs", "20"), ("--lora", "4"), ("--targets", "attention"),
+        ("--adapter-dropout", "0.1"),
+    ):  # fmt: skip
         said = refused("train", data, *common, "--update", "local:epochs=1", option, value)
         assert f"{option} would be ignored" in said, "also where it is the default"
     assert "--limit would be ignored" in refused("train", data, *common, "--update", "local:examples=8", "--limit", "4")

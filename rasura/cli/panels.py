@@ -31,6 +31,7 @@ PANELS: Mapping[str, tuple[str, ...]] = {
     ),
     "Training": (
         "epochs", "patience", "keep", "learning_rate", "train_batch_size", "schedule", "warmup", "optimizer", "lora",
+        "targets", "adapter_dropout",
         "precision",
         "physical_batch_size",
     ),

@@ -68,6 +68,8 @@ def train(
     optimizer: Optimizer = "adamw",
     update: Round = None,
     lora: Annotated[int, typer.Option(help="rank of the LoRA adapters to train instead of the weights; 0: no adapters")] = 0,
+    targets: Annotated[str, typer.Option(help="layers with adapters: attention (queries and values) or all")] = "attention",
+    adapter_dropout: Annotated[float, typer.Option(help="dropout on the inputs of the adapters")] = 0.0,
     holdout: Annotated[float, typer.Option(help="fraction of the training texts held out for early stopping")] = 0.1,
     limit: Annotated[int | None, typer.Option(help="number of training texts to use")] = None,
     seeds: Seeds = 1,
@@ -97,7 +99,6 @@ def train(
     from rasura.runs.train_plan import TrainPlan
     from rasura.victims.recipe import Recipe
 
-    kind = task_named(task, model, num_labels)
     recipe = Recipe(
         epochs, batch_size, learning_rate, patience=patience, optimizer=one_of("optimizer", optimizer, ("adamw", "sgd")),
         precision=one_of("precision", precision, ("float32", "bf16")), keep=one_of("epoch to keep", keep, ("best", "last")),
@@ -105,12 +106,11 @@ def train(
         schedule=schedule,  # type: ignore[arg-type]  # Recipe checks it
     )  # fmt: skip
     plan = TrainPlan(
-        data, test, model, kind, split(defense) or ("none",), limit, holdout, num_labels, lora, truncate, max_length, seeds,
-        delta, recipe, service, text_column, pair_column, label_column, target_epsilon=target_epsilon, unit=unit,
-        gradient_canaries=gradient_canaries,
+        data, test, model, task_named(task, model, num_labels), split(defense) or ("none",), limit, holdout, num_labels,
+        lora, truncate, max_length, seeds, delta, recipe, service, text_column, pair_column, label_column, targets,
+        adapter_dropout, target_epsilon, unit, gradient_canaries,
     )  # fmt: skip
-    plan = plan if update is None else following(plan, update, _given(context))
-    trained(prepared(plan, folder, training_device(device)), as_json)
+    trained(prepared(following(plan, update, _given(context)), folder, training_device(device)), as_json)
 
 
 def _given(context: typer.Context) -> list[str]:
@@ -120,19 +120,22 @@ def _given(context: typer.Context) -> list[str]:
 
 
 OF_A_ROUND = (
-    "epochs", "patience", "keep", "batch_size", "learning_rate", "schedule", "warmup", "optimizer", "lora", "precision",
+    "epochs", "patience", "keep", "batch_size", "learning_rate", "schedule", "warmup", "optimizer", "lora", "targets",
+    "adapter_dropout", "precision",
 )  # fmt: skip
 """Parameters of ``train`` that a client's round sets."""
 
 
-def following(plan: Any, update: str, given: Collection[str] = ()) -> Any:
-    """``plan``, a ``TrainPlan``, with the local training of ``update``. Raises ``InputError`` for other kinds of update, and
-    where what it sets was ``given`` as an option, too."""
+def following(plan: Any, update: str | None, given: Collection[str] = ()) -> Any:
+    """``plan``, a ``TrainPlan``, with the local training of ``update``, if there is one. Raises ``InputError`` for other
+    kinds of update, and where what it sets was ``given`` as an option, too."""
     from dataclasses import replace
 
     from rasura.registry import parse_update
     from rasura.victims.recipe import Recipe
 
+    if update is None:
+        return plan
     local, wire = parse_update(update)
     course = local.plan
     if course is None or wire:

@@ -34,12 +34,13 @@ from rasura.report.verdicts import READS, plain, unmeasured
 from rasura.runs.audit import Audit
 from rasura.runs.audit_data import AuditData, different, load_data, without
 from rasura.runs.calibration_guarantee import TrainedOn, trained_on
-from rasura.runs.calibration_plan import CalibrationPlan
+from rasura.runs.calibration_plan import TOLD, CalibrationPlan
 from rasura.runs.cells import Cell
 from rasura.runs.estimate import FIRST
 from rasura.runs.plans import COLUMNS, Plan
 from rasura.runs.train_plan import TrainPlan
 from rasura.runs.training import Training
+from rasura.victims.recipe import Recipe
 from rasura.victims.step import defended
 
 Progress = Callable[[Cell], None]
@@ -200,12 +201,12 @@ class Calibration:
 
     def _told_training(self) -> dict[str, Any]:
         """The options of ``rasura train`` that the guarantee and the cost are for."""
-        w, recipe = self.wanted, self.wanted.recipe
-        told = {
-            "data": w.train or self.plan.data, "test": w.test, "limit": w.train_limit, "epochs": recipe.epochs,
-            "patience": recipe.patience, "batch-size": recipe.batch_size, "learning-rate": recipe.learning_rate,
-            "lora": self.adapter.rank or None,
-        }  # fmt: skip
+        plan, recipe, usual = self._train_plan(), self.wanted.recipe, Recipe()
+        told: dict[str, Any] = {"data": self.wanted.train or self.plan.data, "test": plan.test, "limit": plan.limit}
+        told |= {n.replace("_", "-"): v for n in TOLD if (v := getattr(recipe, n)) != getattr(usual, n)}
+        told |= {"num_labels": plan.num_labels, "lora": plan.lora or None}
+        if plan.lora:
+            told |= {"targets": plan.targets, "adapter-dropout": plan.adapter_dropout or None}
         return {name: value for name, value in told.items() if value is not None}
 
     def _guarantee(self, setting: str) -> dict[str, Any]:

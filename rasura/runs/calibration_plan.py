@@ -13,6 +13,12 @@ from rasura.report.sentence import HEADLINE
 from rasura.runs.plans import Plan
 from rasura.victims.recipe import Recipe
 
+TOLD = (
+    "epochs", "patience", "keep", "batch_size", "learning_rate", "schedule", "warmup", "optimizer", "precision", "seed",
+    "physical_batch_size",
+)  # fmt: skip
+"""Fields of a recipe that options of ``rasura train`` set."""
+
 
 @dataclass(frozen=True)
 class CalibrationPlan:
@@ -21,7 +27,7 @@ class CalibrationPlan:
     ``plan``. ``risk``: a metric of texts, or ``ssim`` for images. ``steps``: settings tried between the last that fails and
     the first that holds. ``utility``: a figure of ``rasura train``, measured under the setting found, on ``train`` (None:
     the data of ``plan``) and ``test``, with at most ``train_limit`` texts; a formal guarantee is also computed for
-    ``recipe``.
+    ``recipe``, which differs from the usual one in no other fields than ``TOLD`` and ``noise``.
     """
 
     plan: Plan
@@ -54,6 +60,13 @@ class CalibrationPlan:
                 raise InputError(
                     f"calibrate takes one {name}, found {len(found)}; run it once for each, with different --out folders"
                 )
+        # Seeded noise is for the measured cost; the guarantee, and the command, are for secure noise.
+        told, usual = (*TOLD, "noise"), vars(Recipe())
+        if odd := [name for name, value in vars(self.recipe).items() if name not in told and value != usual[name]]:
+            raise InputError(
+                f"the recipe sets {', '.join(odd)}, which no option of rasura train does, so no command would apply the "
+                "setting found; leave it out"
+            )
         if self.utility is not None:
             figures = {"classification": ("accuracy", "f1", "mcc", "loss"), "causal": ("loss", "perplexity")}
             if self.plan.task not in figures:

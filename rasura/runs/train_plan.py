@@ -125,6 +125,8 @@ class TrainPlan:
         known("targets", self.targets, TARGETS)
         if not 0 <= self.adapter_dropout < 1:
             raise InputError(f"adapter_dropout is {self.adapter_dropout}; expected at least 0 and below 1")
+        if (self.adapter_dropout or self.targets != TARGETS[0]) and not self.lora:
+            raise InputError("targets and adapter_dropout apply to adapters; also pass their rank as lora")
         if self.service and self.lora:
             raise InputError(
                 f"lora is {self.lora}, but under protections of a service all weights are trained; leave it out"
