@@ -22,12 +22,12 @@ from rasura.cli import app
 from rasura.core.interfaces import InputError
 from rasura.core.run_store import RunStore
 from rasura.registry import family, parse_defense, strengths
-from rasura.report.calibration import outcome, render_calibration
+from rasura.report.calibration import outcome, recommendation, render_calibration
+from rasura.report.cheapest import cheapest
 from rasura.report.commands import applied
 from rasura.report.head import Made
 from rasura.report.page import write_report
 from rasura.report.template import spaced
-from rasura.report.training import cheapest
 from rasura.runs.audit import Audit
 from rasura.runs.calibration import Calibration, calibrate
 from rasura.runs.calibration_plan import CalibrationPlan
@@ -225,17 +225,48 @@ def test_resumed_it_is_the_same_and_another_target_measures_little(
         calibrate(replace(plan, plan=replace(plan.plan, limit=2)), out=folder)
 
 
-def test_least_cost_is_only_said_where_chance_does_not_explain_it() -> None:
-    def priced(behind: float, n: int = 400, **more: object) -> dict[str, object]:
-        return {"metric": "accuracy", "cost": 0.9 - behind, "behind": behind, "n": n, "tested_on": "test", **more}
+def priced(behind: float, n: int = 400, *, name: str = "a", without: float = 0.9, reference: str = "none") -> dict[str, Any]:
+    """What a calibration says of the accuracy behind the setting ``name``, and behind its ``reference``."""
+    trained = [
+        {
+            "defense": d,
+            "n_test": n,
+            "epochs_compared": 1,
+            "tested_on": "test",
+            "majority": 0.5,
+            "after": {"accuracy": figure},
+        }
+        for d, figure in ((reference, without), (name, behind))
+    ]
+    about = {"metric": "accuracy", "n": n, "tested_on": "test", "reference": reference, "trained": trained}
+    return {**about, "without": without, "behind": behind, "cost": without - behind}
 
-    assert cheapest({"a": priced(0.9), "b": priced(0.7)}) == "Of these, a costs least accuracy."
+
+def test_least_cost_is_only_said_where_chance_does_not_explain_it() -> None:
+    assert cheapest({"a": priced(0.9), "b": priced(0.7, name="b")}) == "Of these, a costs least accuracy."
     unclear = "Of these, a costs least accuracy in one training each; whether it does is not told from chance."
-    assert cheapest({"b": priced(0.89), "a": priced(0.9)}) == unclear
-    assert cheapest({"a": priced(0.9, 10), "b": priced(0.7, 10)}) == unclear
-    assert cheapest({"a": priced(0.9), "c": priced(0.9), "b": priced(0.7)}) == unclear
+    assert cheapest({"b": priced(0.89, name="b"), "a": priced(0.9)}) == unclear
+    assert cheapest({"a": priced(0.9, 10), "b": priced(0.7, 10, name="b")}) == unclear
+    assert cheapest({"a": priced(0.9), "c": priced(0.9, name="c"), "b": priced(0.7, name="b")}) == unclear
+    earlier = {"metric": "accuracy", "n": 400, "tested_on": "test"}  # which does not say what the trainings learned
+    assert cheapest({"a": {**earlier, "behind": 0.9, "cost": 0.0}, "b": {**earlier, "behind": 0.7, "cost": 0.2}}) == unclear
     loss = {"metric": "loss", "behind": 2.0, "n": 400, "tested_on": "test"}
     assert "not told from chance" in cheapest({"a": {**loss, "cost": 0.1}, "b": {**loss, "cost": 0.9}})
+
+
+def test_least_cost_is_not_said_of_costs_that_are_not_comparable() -> None:
+    """A setting that costs .01 of .97 was said to cost least beside one that costs .1 of the .55 of another reference, which
+    had learned nothing."""
+    other = priced(0.45, name="y", without=0.55, reference="sign")
+    assert cheapest({"x": priced(0.96, name="x", without=0.97), "y": other}) == ""
+    assert cheapest({"x": priced(0.56, name="x", without=0.55), "y": priced(0.9, name="y", without=0.99)}) == ""
+    nothing = {"x": priced(0.6, name="x", without=0.5), "y": priced(0.4, name="y", without=0.5)}
+    assert cheapest(nothing) == "", "what all costs are reckoned from did not learn"
+    measured = {"risk": {"mean": 0.1, "low": 0.0, "high": 0.2, "n": 40, "attack": "span"}, "on": "other texts, other seeds"}
+    part = {"status": "found", "chosen": measured, "verification": measured, "not_verified": []}
+    parts = [{**part, "family": name, "setting": name, "utility": utility} for name, utility in nothing.items()]
+    said = recommendation({"families": parts, "risk": "token_recall", "at_most": 0.5})
+    assert "Use x, " in said and "Use y, " in said and "costs least" not in said and said == said.strip()
 
 
 def test_no_texts_are_not_the_usual_number_of_them(tmp_path: Path) -> None:

@@ -9,13 +9,14 @@ from typing import Any
 
 from rasura.core.errors import InputError
 from rasura.core.rounding import percent, percent_above, percent_below
+from rasura.report.cheapest import cheapest
 from rasura.report.commands import applied
 from rasura.report.head import Made, duration, machine, origin, settings
 from rasura.report.language import number, recorded, size, tell
 from rasura.report.matrix import risk_name
 from rasura.report.search import judged
 from rasura.report.template import COLOURS, filled
-from rasura.report.training import cheapest, chose, unproven
+from rasura.report.training import chose, unproven
 
 REACHED = ("found", "no need")
 """Outcomes of a protection whose setting meets the target."""
@@ -97,12 +98,11 @@ def recommendation(result: Mapping[str, Any]) -> str:
     """One sentence for all protections together: what to use, or what was reached."""
     good = [f for f in result["families"] if f["status"] in REACHED]
     if not good:
-        said = " ".join(outcome(f, result) for f in result["families"])
-        return f"{tell('No protection can be recommended.')} {said}"
+        return " ".join([tell("No protection can be recommended."), *(outcome(f, result) for f in result["families"])])
     says = " ".join(outcome(f, result) for f in good)
     if len(good) > 1 and all((f.get("utility") or {}).get("cost") is not None for f in good):
-        says += " " + cheapest({f["setting"]: f["utility"] for f in good})
-    return says
+        says += f" {cheapest({f['setting']: f['utility'] for f in good})}"
+    return says.rstrip()
 
 
 def cost(part: Mapping[str, Any], *, short: bool = False) -> str:

@@ -111,23 +111,6 @@ def verdict(side: Side, baseline: Side | None) -> tuple[str, str]:
     return NOT_LESS, f"{says} {tell('A cost of up to {most:.1f} points is not ruled out.', most=most)}"
 
 
-def cheapest(utilities: Mapping[str, Mapping[str, Any]]) -> str:
-    """Which of several settings costs least, by what a calibration says of their utility. Least is only said where
-    the intervals of the accuracy are apart; other figures have none."""
-    best = min(utilities, key=lambda setting: float(utilities[setting]["cost"]))
-    metric, apart = utilities[best]["metric"], False
-    if metric == "accuracy":
-        ends = {s: accuracy_interval({**u, "after": {metric: u["behind"]}, "n_test": u["n"]}) for s, u in utilities.items()}
-        first = ends.pop(best)
-        apart = first is not None and all(e is not None and e[1] < first[0] for e in ends.values())
-    if apart:
-        return tell("Of these, {setting} costs least {metric}.", setting=best, metric=recorded(metric))
-    return tell(
-        "Of these, {setting} costs least {metric} in one training each; whether it does is not told from chance.",
-        setting=best, metric=recorded(metric),
-    )  # fmt: skip
-
-
 def unproven(trained: Sequence[Mapping[str, Any]], metric: str) -> str:
     """What speaks against a cost in ``metric`` by two trainings, without and under a protection; empty where nothing does.
     Where a model did not learn, they compare little; and they only differ if the intervals of the accuracy are apart."""
