@@ -125,6 +125,45 @@ def test_padding_is_tried_before_a_batch_has_any() -> None:
     assert "reads padding" in str(fault(model, even)) and fault(model, even) == fault(model, uneven)
 
 
+@pytest.mark.parametrize("left", [False, True])
+@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3", "roberta"])
+def test_the_id_that_a_batch_is_padded_with_changes_no_gradient(family: str, left: bool) -> None:
+    """A classifier on a decoder finds the last token by the padding id of its config, whatever the mask says."""
+    model, some = tiny(family, "classification", num_labels=2), rows((4, 5, 6) * 10)
+    batches = [padded(texts, mask=True, left=left) for texts in (some, [*some, *rows((30,))])]
+    own = [total(model, batch) for batch in batches]
+    for batch in batches:
+        batch["input_ids"] = torch.where(batch["attention_mask"] == 0, 3, batch["input_ids"])
+    assert moved(model, *batches) <= 1.001
+    for batch, expected in zip(batches, own, strict=True):
+        assert all(torch.equal(g, expected[n]) for n, g in total(model, batch).items())
+
+
+@pytest.mark.parametrize("looked_for", [0, 3])
+def test_a_model_that_looks_for_an_id_of_its_own_goes_one_by_one_without_padding(looked_for: int) -> None:
+    class Last(nn.Module):
+        """A classifier that reads the last token, which it finds by an id that no config names."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.words, self.head = nn.Embedding(300, 8), nn.Linear(8, 2)
+
+        def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> ModelOutput:
+            last = ((input_ids != looked_for) * torch.arange(input_ids.shape[1])).argmax(1)
+            logits = self.head(self.words(input_ids).cumsum(1)[torch.arange(len(last)), last])
+            return ModelOutput(loss=nn.functional.cross_entropy(logits, labels), logits=logits)
+
+    some = rows((4, 5, 6) * 10)
+    batches = [padded(texts, mask=True) for texts in (some, [*some, *rows((30,))])]
+    for fill in (0, 3):
+        for batch in batches:
+            batch["input_ids"] = torch.where(batch["attention_mask"] == 0, fill, batch["input_ids"])
+        model = Last()
+        assert "reads padding" in str(fault(model, batches[0]))
+        assert moved(model, *batches) <= 1.001
+
+
 # --- mixing
 
 

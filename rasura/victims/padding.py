@@ -16,6 +16,24 @@ def takes_mask(model: nn.Module) -> bool:
     return any(p.name == "attention_mask" or p.kind is inspect.Parameter.VAR_KEYWORD for p in taken)
 
 
+def padding_id(model: nn.Module) -> int | None:
+    """The id that the config of ``model`` names for padding. None where it names none."""
+    pad = getattr(getattr(model, "config", None), "pad_token_id", None)
+    return pad if isinstance(pad, int) else None
+
+
+def own_padding(model: nn.Module, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """``inputs`` with the model's own padding id wherever the attention mask is 0, whatever the batch was padded with.
+
+    Some models look for padding by this id: classifiers on decoders find the last token by it, RoBERTa counts positions by
+    it. With another id they would read the padding. Without an id in the config, ``inputs`` are returned as they are.
+    """
+    ids, mask, pad = inputs.get("input_ids"), inputs.get("attention_mask"), padding_id(model)
+    if ids is None or mask is None or pad is None or mask.shape != ids.shape:
+        return inputs
+    return {**inputs, "input_ids": ids.masked_fill(mask == 0, pad)}
+
+
 def check_padding(model: nn.Module, inputs: Mapping[str, Tensor], *, unsaid: bool = False) -> None:
     """Raises ``InputError`` for a batch whose padding may change gradients, so that no clip bounds what one text changes.
 
@@ -26,11 +44,14 @@ def check_padding(model: nn.Module, inputs: Mapping[str, Tensor], *, unsaid: boo
     if ids is None or not takes_mask(model):
         return
     if mask is None:
-        pad = getattr(getattr(model, "config", None), "pad_token_id", None)
-        if unsaid or (isinstance(pad, int) and bool((ids == pad).any())):
+        pad = padding_id(model)
+        if unsaid or (pad is not None and bool((ids == pad).any())):
             raise InputError("the batch has input_ids but no attention_mask, so padding counts as text, and a text's "
                 "gradient depends on the others; pass the tokenizer's attention_mask (ones where nothing is padded)"
             )  # fmt: skip
+    elif mask.shape != ids.shape or mask.dim() != 2:
+        raise InputError(f"attention_mask has the shape {tuple(mask.shape)} and input_ids {tuple(ids.shape)}, so it cannot "
+            "be tried whether padding changes a text's gradient; pass both as (texts, length)")  # fmt: skip
     elif labels is not None and labels.shape == mask.shape and bool(((labels != -100) & (mask == 0)).any()):
         raise InputError("labels ask for a loss on padding, so a text's loss would depend on the other texts of its batch; "
             "set the labels to -100 where attention_mask is 0")  # fmt: skip

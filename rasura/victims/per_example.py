@@ -29,7 +29,7 @@ from rasura.core.rng import WithoutDropout
 from rasura.core.updates import changed, mini_batch
 from rasura.core.values import Gradients, PerExample, Weigh
 from rasura.victims.layer_gradients import NoRule, checked_layers, own_gradients, own_squares, passed_through, summed
-from rasura.victims.padding import check_padding
+from rasura.victims.padding import check_padding, own_padding, padding_id
 from rasura.victims.trial_texts import check_taken, in_float32, left_padded, same, trial_batches
 from rasura.victims.weights import first_line
 
@@ -123,7 +123,7 @@ def fault(model: nn.Module, inputs: Mapping[str, Tensor]) -> str | None:
     names = tuple(n for n, p in model.named_parameters() if p.requires_grad)
     known = _verdicts.setdefault(model, {}).setdefault((names, tuple(m.training for m in model.modules())), {})
     kinds = ((n, v.dim(), v.is_floating_point()) for n, v in inputs.items() if n != "attention_mask")
-    key = (left_padded(inputs), *sorted(kinds))
+    key = (left_padded(inputs), padding_id(model), *sorted(kinds))
     if key not in known:
         device = next(model.parameters()).device.type
         with torch.random.fork_rng(devices=[]), WithoutDropout(), exact(device):
@@ -256,7 +256,7 @@ def per_example(
     Every trained parameter has a gradient; it is zero where the loss does not use the parameter. Gradients, norms and sums
     are in float32 at least, whatever the weights are stored in and the passes are computed in.
     """
-    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    trained, inputs = {n: p for n, p in model.named_parameters() if p.requires_grad}, own_padding(model, inputs)
     names = list(trained)
     ready: list[Together] = []
 

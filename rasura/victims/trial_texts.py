@@ -16,7 +16,7 @@ from rasura.core.exact import half, norm, widened
 from rasura.core.interfaces import InputError
 from rasura.core.updates import mini_batch
 from rasura.core.word_rows import token_count
-from rasura.victims.padding import takes_mask
+from rasura.victims.padding import padding_id, takes_mask
 from rasura.victims.weights import first_line
 
 LENGTHS = ((5, 9, 3), (6, 6, 6), (4,))
@@ -133,7 +133,8 @@ def _texts(model: nn.Module, inputs: Mapping[str, Tensor], lengths: tuple[int, .
 
 
 def _ids(model: nn.Module, there: Tensor, number: int) -> Tensor:
-    """Token ids of the model's own vocabulary where ``there``, and padding elsewhere."""
+    """Token ids of the model's own vocabulary where ``there``, and the padding of ``own_padding`` elsewhere. Without an id
+    for it, there are words, too: a model that looks for the id of a batch's padding reads them."""
     config = getattr(model, "config", None)
     try:
         count = token_count(model)
@@ -146,8 +147,8 @@ def _ids(model: nn.Module, there: Tensor, number: int) -> Tensor:
     words = torch.tensor([k for k in range(count) if k not in special])
     ids = words[(_spread(there.shape, number) * len(words)).long()]
     ids[:, 1] = ids[:, 0]  # a repeated word, where it is not padding
-    pad = getattr(config, "pad_token_id", None)
-    return torch.where(there, ids, pad if isinstance(pad, int) else 0)
+    pad = padding_id(model)
+    return ids if pad is None else torch.where(there, ids, pad)
 
 
 def _spread(shape: Sequence[int], number: int) -> Tensor:
