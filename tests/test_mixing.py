@@ -139,6 +139,31 @@ def test_the_id_that_a_batch_is_padded_with_changes_no_gradient(family: str, lef
         assert all(torch.equal(g, expected[n]) for n, g in total(model, batch).items())
 
 
+@pytest.mark.parametrize("left", [False, True])
+def test_a_text_without_a_token_is_refused_before_a_release(left: bool) -> None:
+    """Attention over a row of padding is uniform over the width of the batch, so the longest text would change it."""
+    some: Any = [*rows((4, 5, 6)), {"input_ids": [], "labels": 1}]
+    model = tiny("distilbert", "classification", num_labels=2)
+    with pytest.raises(InputError, match=r"text 4 of 4 in this batch has no token.*out of the data set"):
+        total(model, padded(some, mask=True, left=left))
+    protected = rasura.protect_training(
+        model, None, DataLoader(some, 4, collate_fn=lambda rows: padded(rows, mask=True, left=left)), "dp-sgd:1.0", seed=0
+    )
+    (batch,) = protected.loader
+    with pytest.raises(InputError, match="has no token"):
+        protected.model(**batch)
+    assert protected.ledger.releases == 0
+
+
+def test_a_text_of_padding_ids_behind_padding_is_refused() -> None:
+    """No id of it is another one, so a classifier on a decoder reads the first place, which is padding."""
+    model, some = tiny("llama", "classification", num_labels=2), [*rows((4, 5)), {"input_ids": [0, 0], "labels": 1}]
+    with pytest.raises(InputError, match="text 3 of 3 in this batch has no token"):
+        total(model, padded(some, mask=True, left=True))
+    batches = [padded(texts, mask=True) for texts in ([some[-1]] * 20, [*[some[-1]] * 20, *rows((30,))])]
+    assert moved(model, *batches) <= 1.001, "behind it, padding is left out"
+
+
 @pytest.mark.parametrize("looked_for", [0, 3])
 def test_a_model_that_looks_for_an_id_of_its_own_goes_one_by_one_without_padding(looked_for: int) -> None:
     class Last(nn.Module):

@@ -41,17 +41,30 @@ def check_padding(model: nn.Module, inputs: Mapping[str, Tensor], *, unsaid: boo
     and with ``unsaid`` in any case, since a batch may be padded with another token.
     """
     ids, mask, labels = inputs.get("input_ids"), inputs.get("attention_mask"), inputs.get("labels")
-    if ids is None or not takes_mask(model):
+    if not takes_mask(model):
         return
+    pad = padding_id(model)
     if mask is None:
-        pad = padding_id(model)
-        if unsaid or (pad is not None and bool((ids == pad).any())):
+        if ids is not None and (unsaid or (pad is not None and bool((ids == pad).any()))):
             raise InputError("the batch has input_ids but no attention_mask, so padding counts as text, and a text's "
                 "gradient depends on the others; pass the tokenizer's attention_mask (ones where nothing is padded)"
             )  # fmt: skip
-    elif mask.shape != ids.shape or mask.dim() != 2:
-        raise InputError(f"attention_mask has the shape {tuple(mask.shape)} and input_ids {tuple(ids.shape)}, so it cannot "
-            "be tried whether padding changes a text's gradient; pass both as (texts, length)")  # fmt: skip
-    elif labels is not None and labels.shape == mask.shape and bool(((labels != -100) & (mask == 0)).any()):
+        return
+    if mask.dim() != 2 or (ids is not None and ids.shape != mask.shape):
+        raise InputError(f"attention_mask has the shape {tuple(mask.shape)}, so it cannot be tried whether padding changes "
+            "a text's gradient; pass it and input_ids as (texts, length)")  # fmt: skip
+    _check_tokens(mask, ids, pad)
+    if labels is not None and labels.shape == mask.shape and bool(((labels != -100) & (mask == 0)).any()):
         raise InputError("labels ask for a loss on padding, so a text's loss would depend on the other texts of its batch; "
             "set the labels to -100 where attention_mask is 0")  # fmt: skip
+
+
+def _check_tokens(mask: Tensor, ids: Tensor | None, pad: int | None) -> None:
+    """Raises ``InputError`` for a text that is padding alone: attention over it is spread over the width of the batch, and
+    where padding comes first, a model that looks for the id ``pad`` reads the first place of the batch."""
+    there = (mask != 0) if ids is None or pad is None else (mask != 0) & (ids != pad)
+    empty = (~there.any(1) & ~(mask[:, :1] != 0).any(1)).nonzero().flatten().tolist()
+    if empty:
+        raise InputError(f"text {empty[0] + 1} of {len(mask)} in this batch has no token: its attention_mask is 0 "
+            "everywhere, or all its ids are padding. What the model reads then depends on the longest text of the batch. "
+            "Leave texts without tokens out of the data set, or let the tokenizer add its special tokens")  # fmt: skip
