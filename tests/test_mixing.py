@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers.utils import ModelOutput
@@ -137,6 +138,44 @@ def test_the_id_that_a_batch_is_padded_with_changes_no_gradient(family: str, lef
     assert moved(model, *batches) <= 1.001
     for batch, expected in zip(batches, own, strict=True):
         assert all(torch.equal(g, expected[n]) for n, g in total(model, batch).items())
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("length", [4, 12])
+def test_target_sequences_are_refused_at_the_first_batch(length: int, wrapped: bool) -> None:
+    """Their padding is not that of the texts, also where both have one length."""
+
+    class Wrapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model
+
+        def forward(self, **inputs: Tensor) -> Any:
+            return self.inner(**inputs)
+
+    config = transformers.T5Config(
+        vocab_size=300, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0
+    )
+    model: nn.Module = transformers.T5ForConditionalGeneration(config)
+    batch = {**padded(rows((3, 12)), mask=True), "labels": torch.full((2, length), 5)}
+    for refused in (batch, {**batch, "labels": torch.zeros(2), "decoder_input_ids": batch["labels"]}):
+        with pytest.raises(InputError, match="target sequences for a decoder beside its encoder"):
+            total(Wrapped() if wrapped else model, refused)
+
+
+def test_several_labels_for_a_text_are_no_labels_of_its_tokens() -> None:
+    """Also where the longest text has as many tokens as there are classes."""
+    config = transformers.BertConfig(
+        vocab_size=300, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, num_labels=9,
+        problem_type="multi_label_classification",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.BertForSequenceClassification(config).eval()
+    batches = [padded(rows(lengths), mask=True) for lengths in ((3, 4, 9), (3, 4, 9, 30))]
+    assert batches[0]["input_ids"].shape == (3, 9)
+    for batch in batches:
+        batch["labels"] = torch.eye(9)[: len(batch["labels"])]
+    assert moved(model, *batches) <= 1.001
 
 
 @pytest.mark.parametrize("left", [False, True])

@@ -81,7 +81,13 @@ def mini_batch(inputs: Mapping[str, Any], rows: Tensor) -> dict[str, Any]:
         return some
     used = mask.any(0).nonzero()
     kept = slice(int(used.min()), int(used.max()) + 1)
-    return {name: value[:, kept] if value.shape == mask.shape else value for name, value in some.items()}
+    return {name: value[:, kept] if by_token(name, value, mask.shape) else value for name, value in some.items()}
+
+
+def by_token(name: str, value: Tensor, shape: Sequence[int] | None) -> bool:
+    """Whether an input has an entry for each token of texts of ``shape`` ``(texts, length)``. Labels in floating point are
+    of classes, of which there may be as many as tokens."""
+    return value.shape == shape and not (name == "labels" and value.is_floating_point())
 
 
 def classified(model: nn.Module, embedded: Tensor, mask: Tensor, **rest: Any) -> Tensor:

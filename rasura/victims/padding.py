@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 from rasura.core.interfaces import InputError
+from rasura.core.updates import by_token
 
 
 def takes_mask(model: nn.Module) -> bool:
@@ -41,6 +42,7 @@ def check_padding(model: nn.Module, inputs: Mapping[str, Tensor], *, unsaid: boo
     and with ``unsaid`` in any case, since a batch may be padded with another token.
     """
     ids, mask, labels = inputs.get("input_ids"), inputs.get("attention_mask"), inputs.get("labels")
+    _check_targets(model, inputs)
     if not takes_mask(model):
         return
     pad = padding_id(model)
@@ -54,9 +56,23 @@ def check_padding(model: nn.Module, inputs: Mapping[str, Tensor], *, unsaid: boo
         raise InputError(f"attention_mask has the shape {tuple(mask.shape)}, so it cannot be tried whether padding changes "
             "a text's gradient; pass it and input_ids as (texts, length)")  # fmt: skip
     _check_tokens(mask, ids, pad)
-    if labels is not None and labels.shape == mask.shape and bool(((labels != -100) & (mask == 0)).any()):
+    if labels is not None and by_token("labels", labels, mask.shape) and bool(((labels != -100) & (mask == 0)).any()):
         raise InputError("labels ask for a loss on padding, so a text's loss would depend on the other texts of its batch; "
             "set the labels to -100 where attention_mask is 0")  # fmt: skip
+
+
+def _check_targets(model: nn.Module, inputs: Mapping[str, Tensor]) -> None:
+    """Raises ``InputError`` for a batch of target sequences: they have a padding of their own, which no mask tells."""
+    labels = inputs.get("labels")
+    sequences = labels is not None and labels.dim() > 1 and not labels.is_floating_point()
+    if any(name.startswith("decoder_") for name in inputs) or (
+        sequences and any("decoder_input_ids" in inspect.signature(m.forward).parameters for m in model.modules())
+    ):
+        raise InputError(
+            "the batch has target sequences for a decoder beside its encoder, as for translation. attention_mask does not "
+            "say which targets are padding, so a text's gradient may depend on the targets of others. Such a model cannot "
+            "be trained on texts that are clipped one by one; train a decoder alone, on source and target as one text"
+        )
 
 
 def _check_tokens(mask: Tensor, ids: Tensor | None, pad: int | None) -> None:

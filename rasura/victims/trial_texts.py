@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from rasura.core.exact import half, norm, widened
 from rasura.core.interfaces import InputError
-from rasura.core.updates import mini_batch
+from rasura.core.updates import by_token, mini_batch
 from rasura.core.word_rows import token_count
 from rasura.victims.padding import padding_id, takes_mask
 from rasura.victims.weights import first_line
@@ -68,7 +68,7 @@ def trial_batches(
             # Of different classes: with one alone, a loss that weighs them would look like the mean.
             ranks = torch.arange(len(labels), device=labels.device) % logits.shape[1]
             made["labels"] = logits.argsort(1).gather(1, ranks[:, None])[:, 0].to(labels.dtype)
-        elif "input_ids" in made and labels.shape == made["input_ids"].shape:
+        elif "input_ids" in made and by_token("labels", labels, made["input_ids"].shape):
             made["labels"] = torch.where(labels == -100, labels, made["input_ids"] % logits.shape[-1])
         yield made, len(lengths)
 
@@ -116,14 +116,15 @@ def _texts(model: nn.Module, inputs: Mapping[str, Tensor], lengths: tuple[int, .
     there = places >= longest - counts if left_padded(inputs) else places < counts
     out = {}
     for name, value in inputs.items():
-        shape = (size, longest) if value.shape == old and value.dim() == 2 else (size, *value.shape[1:])
+        each = value.dim() == 2 and by_token(name, value, old)
+        shape = (size, longest) if each else (size, *value.shape[1:])
         if name == "input_ids" and value.dim() == 2:
             made = _ids(model, there, number)
         elif name == "attention_mask":
             made = there if value.dim() == 2 else torch.ones(shape)
         elif name == "labels":
             made = torch.zeros(shape)
-            made = torch.where(there, made, -100) if made.shape == there.shape and old is not None else made
+            made = torch.where(there, made, -100) if each else made
         else:
             made = _spread(shape, number) if value.is_floating_point() else torch.zeros(shape)
         out[name] = made.to(value.device, widened(value[:0]).dtype)
