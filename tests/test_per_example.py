@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import BertConfig, BertForMaskedLM
 
 from rasura.core.batches import Batch
 from rasura.core.interfaces import InputError
@@ -263,6 +265,28 @@ def test_no_texts_give_zeros() -> None:
     assert list(examples.each()) == [] and examples.expected == 4.0
     found = examples.weighted(lambda norms: norms)
     assert set(found) == {n for n, _ in model.named_parameters()} and not any(g.any() for g in found.values())
+
+
+def test_a_text_that_predicts_nothing_has_a_loss_of_zero() -> None:
+    """One by one as well as together, so that the mean of a step is a number; a loss of a broken model stays none."""
+    config = BertConfig(
+        vocab_size=300, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, pad_token_id=0
+    )
+    torch.manual_seed(0)
+    model, inputs = BertForMaskedLM(config).eval(), batch_for("causal").inputs()
+    inputs["labels"][1] = -100
+
+    def losses() -> list[float]:
+        told: list[float] = []
+        assert len(list(per_example(model, inputs, 2, mean=dict, told=told.append).each())) == 2
+        return told
+
+    assert fault(model, inputs) is not None, "they go one by one"
+    first, second = losses()
+    assert first > 0 and second == 0
+    with torch.no_grad():
+        model.bert.embeddings.word_embeddings.weight.fill_(math.nan)
+    assert all(math.isnan(loss) for loss in losses())
 
 
 def test_the_check_is_made_once_for_a_model(monkeypatch: pytest.MonkeyPatch) -> None:

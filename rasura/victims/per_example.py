@@ -14,6 +14,7 @@ would move the gradients of others by it. Which way it goes is one decision for 
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -257,7 +258,6 @@ def per_example(
     are in float32 at least, whatever the weights are stored in and the passes are computed in.
     """
     trained, inputs = {n: p for n, p in model.named_parameters() if p.requires_grad}, own_padding(model, inputs)
-    names = list(trained)
     ready: list[Together] = []
 
     def whole(found: Gradients) -> Gradients:
@@ -282,8 +282,9 @@ def per_example(
             yield from map(whole, fast.each())
             return
         for row in range(size):
-            found, loss = changed(model, mini_batch(inputs, torch.tensor([row])), names)
-            told(loss)
+            found, loss = changed(model, mini_batch(inputs, torch.tensor([row])), list(trained))
+            # No number, with a gradient of zeros: a text that predicts nothing, whose loss is 0 in a batch as well.
+            told(0.0 if math.isnan(loss) and not any(bool(g.any()) for g in found.values()) else loss)
             yield whole(found)
 
     def weighted(weigh: Weigh, by_layer: bool = False) -> Gradients:
