@@ -326,3 +326,20 @@ def test_a_changed_row_is_named() -> None:
     assert changed(before, [0, 1, 2], {**batch, "x": batch["x"][:2]}) == ("x", 0)
     padded = torch.nn.functional.pad(batch["x"], (0, 3))
     assert changed(before, [0, 1, 2], {"x": padded}) is None, "columns of zeros at the end"
+
+
+@pytest.mark.parametrize("defense", DEFENSES)
+def test_a_training_goes_on_in_a_new_model_where_a_loss_was_lost(defense: str) -> None:
+    private = linear(defense)
+    batches = iter(private.loader)
+    private.model(**next(batches)).loss.backward()
+    batch = next(batches)
+    private.model(**batch)  # an interruption before the backward pass
+    with pytest.raises(InputError, match=r"If that loss is gone, .*load the model's state_dict\(\) into a new model"):
+        private.model(**batch)
+    again = linear(defense)
+    again.model.load_state_dict(private.model.state_dict())
+    again.ledger.load_state_dict(private.ledger.state_dict())
+    for batch in again.loader:
+        again.model(**batch).loss.backward()
+    assert again.ledger.releases == 6

@@ -24,10 +24,11 @@ from rasura.victims.train import local
 
 PERSONS = "a guarantee for persons needs dp-sgd or normalised, and batches drawn by Poisson sampling"
 
+RESUME = "load the model's state_dict() into a new model, and the ledger's state_dict() into the ledger that protects it"
+
 GO_ON = (
-    "To go on with that training, load the model's state_dict() into a new model, and the ledger's state_dict() into the "
-    "ledger that protects it. In another training, both epsilons count together: save the model, with the ledger as "
-    f"{LEDGER} beside it, and load it from that folder; the new guarantee then names the earlier training"
+    f"To go on with that training, {RESUME}. In another training, both epsilons count together: save the model, with the "
+    f"ledger as {LEDGER} beside it, and load it from that folder; the new guarantee then names the earlier training"
 )
 
 

@@ -21,6 +21,7 @@ from rasura.runs.earlier import begins_on
 from rasura.runs.gradient_canaries import GradientCanaries
 from rasura.runs.guard import Guard, guarded, put, taken_off
 from rasura.runs.loop_checks import (
+    RESUME,
     batching,
     check_alone,
     check_trainable,
@@ -196,7 +197,8 @@ class _Protected:
             return Draw(rate=min(1.0, len(inputs["labels"]) / self.ledger.run.examples) or None)
         if self.order is None and self.last is not None and not self.last.done:
             raise InputError(
-                f"the batch before had no backward pass: its loss was computed, and nothing was released; {ONCE}"
+                f"the batch before had no backward pass: its loss was computed, and nothing was released; {ONCE}. If that "
+                f"loss is gone, as after an interruption, {RESUME}"
             )
         return self.loader.take(inputs, numbers.tolist(), None if owners is None else owners.tolist())
 
