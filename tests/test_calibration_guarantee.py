@@ -18,11 +18,13 @@ from rasura.cli.calibrate import _print
 from rasura.core.errors import InputError
 from rasura.registry import parse_defense
 from rasura.report.commands import applied
+from rasura.runs.audit_data import different, load_data
 from rasura.runs.calibration import Calibration
 from rasura.runs.calibration_plan import CalibrationPlan
 from rasura.runs.plans import Plan
 from rasura.runs.train_plan import TrainPlan
 from rasura.runs.training import Training
+from rasura.victims.loading import load
 from rasura.victims.recipe import Recipe
 
 pytest.importorskip("dp_accounting")
@@ -139,3 +141,11 @@ def test_the_terminal_says_what_a_guarantee_does_not_cover(capsys: pytest.Captur
     said = capsys.readouterr().out
     assert "gaussian: (2.5, 0.001)-privacy" in said
     assert "gaussian: the copies\n" in said and "gaussian: the texts held out\n" in said
+
+
+def test_all_texts_of_a_search_count_as_seen(model_folder: Path) -> None:
+    """Texts beyond the last whole 256 counted as never searched, and the check on other texts could take them again."""
+    texts = tuple(f"w{20 + k // 20} w{50 + k % 20}" for k in range(300))
+    plan = Plan(str(model_folder), texts=texts, limit=300, attacks=("span",), defenses=("none",))
+    victim = load(model_folder, "classification")
+    assert len(different(load_data(plan), plan, victim)) == 300

@@ -168,7 +168,7 @@ def without(data: AuditData, plan: Plan, victim: Victim, known: Collection[Hasha
 
 
 def _seen(data: AuditData, plan: Plan, victim: Victim) -> list[Hashable]:
-    return [one for group in groups(data.private, 256) for one in contents(_encoded(group, plan, victim))]
+    return [one for batch in batches_of(data.private, plan, victim) for one in contents(batch)]
 
 
 def batches_of(examples: Sequence[Any], plan: Plan, victim: Victim) -> list[Any]:
