@@ -31,9 +31,7 @@ PANELS: Mapping[str, tuple[str, ...]] = {
     ),
     "Training": (
         "epochs", "patience", "keep", "learning_rate", "train_batch_size", "schedule", "warmup", "optimizer", "lora",
-        "targets", "adapter_dropout",
-        "precision",
-        "physical_batch_size",
+        "targets", "adapter_dropout", "precision", "physical_batch_size",
     ),
     "Clients and rounds": (
         "examples", "clients", "clients_per_round", "rounds", "rounds_per_client", "sampling", "weights", "aggregation",
