@@ -94,7 +94,7 @@ class Key:
     def open_words(self) -> int:
         """How many words were added to the tokenizer, if the key leaves all of them under their public ids; otherwise 0: by
         chance a permutation leaves few where they were."""
-        added = [t["id"] for t in json.loads(self.tokenizer)["added_tokens"] if not t["special"]]
+        added = [t["id"] for t in json.loads(self.tokenizer).get("added_tokens", ()) if not t["special"]]
         return len(added) if all(i < len(self.tokens) and int(self.tokens[i]) == i for i in added) else 0
 
     @classmethod
