@@ -108,7 +108,7 @@ def train(
     plan = TrainPlan(
         data, test, model, task_named(task, model, num_labels), split(defense) or ("none",), limit, holdout, num_labels,
         lora, truncate, max_length, seeds, delta, recipe, service, text_column, pair_column, label_column, targets,
-        adapter_dropout, target_epsilon, unit, gradient_canaries,
+        adapter_dropout, target_epsilon=target_epsilon, unit=unit, gradient_canaries=gradient_canaries,
     )  # fmt: skip
     trained(prepared(following(plan, update, _given(context)), folder, training_device(device)), as_json)
 

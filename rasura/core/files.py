@@ -42,9 +42,9 @@ def write_whole(path: str | Path, content: str | bytes, *, private: bool = True,
     """
     target = Path(path)
     data = content.encode() if isinstance(content, str) else content
-    part = target.with_name(f".{target.name[:64]}.{secrets.token_hex(8)}.part")
+    part = _part(target)
     try:
-        number = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o666)
+        number = _new(part, 0o600 if private else 0o666)
         try:
             with os.fdopen(number, "wb") as out:
                 out.write(data)
@@ -94,12 +94,22 @@ def write_new(
 def check_writable(target: str | Path) -> None:
     """Raises ``InputError`` where no file can be written at ``target``: for a check before long work."""
     path = Path(target)
-    trial = path.with_name(f".{path.name[:64]}.{secrets.token_hex(8)}.part")
+    trial = _part(path)
     try:
-        os.close(os.open(trial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+        os.close(_new(trial))
         trial.unlink()
     except (OSError, ValueError) as error:
         raise _unusable(path, error) from None
+
+
+def _part(target: Path) -> Path:
+    """A new name beside ``target``, for what is to be moved there."""
+    return target.with_name(f".{target.name[:64]}.{secrets.token_hex(8)}.part")
+
+
+def _new(path: Path, mode: int = 0o600) -> int:
+    """The descriptor of a new file at ``path``, which must not exist."""
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
 
 
 def _taken(path: Path) -> InputError:
@@ -109,9 +119,9 @@ def _taken(path: Path) -> InputError:
 def make_private(target: Path, write: Callable[[Path], object]) -> None:
     """Let ``write`` write a file that only its owner can read, whatever the library behind it does, and that is there whole
     or not at all."""
-    part = target.with_name(f".{target.name[:64]}.{secrets.token_hex(8)}.part")
+    part = _part(target)
     try:
-        os.close(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+        os.close(_new(part))
         write(part)
         part.chmod(0o600)  # of another file in its place, too
         part.replace(target)

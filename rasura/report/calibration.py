@@ -99,10 +99,10 @@ def recommendation(result: Mapping[str, Any]) -> str:
     good = [f for f in result["families"] if f["status"] in REACHED]
     if not good:
         return " ".join([tell("No protection can be recommended."), *(outcome(f, result) for f in result["families"])])
-    says = " ".join(outcome(f, result) for f in good)
+    says = [outcome(f, result) for f in good]
     if len(good) > 1 and all((f.get("utility") or {}).get("cost") is not None for f in good):
-        says += f" {cheapest({f['setting']: f['utility'] for f in good})}"
-    return says.rstrip()
+        says.append(cheapest({f["setting"]: f["utility"] for f in good}))
+    return " ".join(filter(None, says))
 
 
 def cost(part: Mapping[str, Any], *, short: bool = False) -> str:

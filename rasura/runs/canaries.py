@@ -91,13 +91,8 @@ def draw(
     rows = [*given, *(Example(c.text, label=c.label, unit=who) for c, who in zip(canaries, own) if c.included)]
     secrets.SystemRandom().shuffle(rows)
     told = {"version": VERSION, "task": task, "num_labels": num_labels, "canaries": [vars(c) for c in canaries]}
-    write_new(
-        folder,
-        {
-            COINS: json.dumps(told, ensure_ascii=False),
-            MIXED: "".join(_row(one, unit, given.label_names or ()) for one in rows),
-        },
-    )
+    mixed = "".join(_row(one, unit, given.label_names or ()) for one in rows)
+    write_new(folder, {COINS: json.dumps(told, ensure_ascii=False), MIXED: mixed})
     return canaries
 
 

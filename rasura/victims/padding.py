@@ -65,8 +65,9 @@ def _check_targets(model: nn.Module, inputs: Mapping[str, Tensor]) -> None:
     """Raises ``InputError`` for a batch of target sequences: they have a padding of their own, which no mask tells."""
     labels = inputs.get("labels")
     sequences = labels is not None and labels.dim() > 1 and not labels.is_floating_point()
+    kinds = {type(m) for m in model.modules()}  # far fewer than modules: this runs in every step
     if any(name.startswith("decoder_") for name in inputs) or (
-        sequences and any("decoder_input_ids" in inspect.signature(m.forward).parameters for m in model.modules())
+        sequences and any("decoder_input_ids" in inspect.signature(kind.forward).parameters for kind in kinds)
     ):
         raise InputError(
             "the batch has target sequences for a decoder beside its encoder, as for translation. attention_mask does not "

@@ -251,13 +251,13 @@ def per_example(
     told: Callable[[float], None],
     expected: float | None = None,
 ) -> PerExample:
-    """The gradients of a batch of ``size`` texts: together where the rules hold, otherwise one by one. Losses are appended
-    to ``told``.
+    """The gradients of a batch of ``size`` texts: together where the rules hold, else one by one. ``told`` gets the losses.
 
     Every trained parameter has a gradient; it is zero where the loss does not use the parameter. Gradients, norms and sums
     are in float32 at least, whatever the weights are stored in and the passes are computed in.
     """
-    trained, inputs = {n: p for n, p in model.named_parameters() if p.requires_grad}, own_padding(model, inputs)
+    inputs = own_padding(model, inputs)
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
     ready: list[Together] = []
 
     def whole(found: Gradients) -> Gradients:

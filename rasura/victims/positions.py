@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from rasura.core.interfaces import InputError, NotApplicable
 from rasura.victims.models import layer_inputs, layer_output, parts
+from rasura.victims.padding import padding_id
 
 _FIRST_POSITION: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 
@@ -156,8 +157,7 @@ def read_position(model: nn.Module) -> int | None:
     handle = module.register_forward_hook(keep)
     try:
         with torch.enable_grad():
-            pad = getattr(getattr(model, "config", None), "pad_token_id", None)
-            token = next(i for i in range(1, 3) if i != pad)
+            token = next(i for i in range(1, 3) if i != padding_id(model))
             ids = torch.full((1, 4), token, device=next(model.parameters()).device)
             logits = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
             (slope,) = torch.autograd.grad(logits.square().sum(), outputs[0])

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from rasura.attacks.updates.span.rows import visible_blocks
+from rasura.attacks.updates.span.rows import visible_blocks, visible_gradients
 from rasura.core.updates import announced_update
 from rasura.core.values import Observation
 from rasura.victims.models import Linear
@@ -41,12 +41,11 @@ def less_decay(seen: Observation) -> Observation:
 def _square(seen: Observation, lin: Linear) -> tuple[Tensor, Tensor] | None:
     """The change and the weights of a layer with no fewer outputs than inputs, ``(outputs, inputs)`` in float64; None for
     any other, and where it is not seen whole."""
-    change = seen.whole(lin.weight)
-    if change is None or not bool(change.any()):
-        return None
-    weights = seen.model.get_parameter(lin.weight).detach().to(change.device)
-    pair = (change.T, weights.T) if lin.transposed else (change, weights)
-    return (pair[0].double(), pair[1].double()) if len(change.T if lin.transposed else change) >= pair[0].shape[1] else None
+    for change in visible_gradients(seen, [lin]):
+        if bool(change.any()) and change.shape[0] >= change.shape[1]:
+            weights = seen.model.get_parameter(lin.weight).detach().to(change.device)
+            return change.double(), (weights.T if lin.transposed else weights).double()
+    return None
 
 
 def decay_of(change: Tensor, weights: Tensor) -> float | None:
