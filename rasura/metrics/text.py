@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -39,18 +40,21 @@ class TextMetric:
 UNSPACED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff"
 """Scripts of which every character counts as a word: Thai, Lao, Burmese, Khmer, Japanese, Chinese, Korean."""
 
+_MARKS = "".join(c for c in map(chr, range(0x300, 0x20000)) if unicodedata.category(c) in ("Mn", "Mc"))
+"""What stands on or beside a letter: accents, and the vowel signs of Hindi, Tamil, Arabic and Hebrew."""
 
-WORD = re.compile(f"[{UNSPACED}]|[^\\W_{UNSPACED}]+")
-"""A word that is written with letters or digits, in lower case."""
+WORD = re.compile(f"[{UNSPACED}]|[^\\W_{UNSPACED}](?:[^\\W_{UNSPACED}]|[{_MARKS}])*")
+"""A word that is written with letters or digits, in lower case, with their marks."""
 
 
 def words(text: str) -> list[str]:
-    """The words and numbers of ``text`` in lower case, without punctuation; in a script without spaces, each character.
+    """The words and numbers of ``text`` in lower case, without punctuation; in a script without spaces, each character. A
+    letter and its accent count as the one sign that they may also be written as.
 
     >>> words("Lena owes 4,250 euros: 你好")
     ['lena', 'owes', '4', '250', 'euros', '你', '好']
     """
-    return re.findall(f"{WORD.pattern}|{UNREAD}", text.lower())
+    return re.findall(f"{WORD.pattern}|{UNREAD}", unicodedata.normalize("NFC", text.lower()))
 
 
 class RougeWords:
