@@ -111,7 +111,7 @@ def test_a_recipe_that_no_command_trains_by_is_refused(model_folder: Path, tmp_p
 
 
 def test_texts_of_the_command_line_are_looked_at_too(model_folder: Path, tmp_path: Path) -> None:
-    texts = tuple(text(k % 2) for k in range(6))
+    texts = tuple(text(9 if k == 1 else k % 2) for k in range(6))  # the second one is held out
     made = prepared(tmp_path / "found", model_folder, texts=texts, limit=6, task="classification")
     stated = made._guarantee(SETTING)
     made.close()
@@ -129,6 +129,19 @@ def test_a_guarantee_of_a_training_that_would_be_refused_is_not_computed(model_f
     made.close()
     refused = CliRunner().invoke(app, [*command(made), "--out", str(tmp_path / "trained")])
     assert stated["statement"] == f"not computed: {refused.exception}" and "tokens" in stated["statement"]
+    assert "epsilon" not in stated
+
+
+def test_a_guarantee_is_not_computed_where_nothing_is_left_to_judge_the_training_on(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    data = notes(tmp_path)
+    data.write_text("".join(json.dumps({"text": text(k % 2), "label": k % 2}) + "\n" for k in range(30)))
+    made = prepared(tmp_path / "found", model_folder, data=str(data))
+    stated = made._guarantee(SETTING)
+    made.close()
+    refused = CliRunner().invoke(app, [*command(made), "--out", str(tmp_path / "trained")])
+    assert stated["statement"] == f"not computed: {refused.exception}" and "remove repeated texts" in stated["statement"]
     assert "epsilon" not in stated
 
 

@@ -1,4 +1,4 @@
-"""Which texts of a file a training is trained on, and which are held out."""
+"""Which texts of a file a training is trained on, and which are held out to judge it."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from collections.abc import Sequence
 
 import torch
 
+from rasura.core.batches import Batch
 from rasura.core.errors import InputError
 from rasura.core.rng import generator
 from rasura.data.text import Example
 from rasura.runs.train_plan import TrainPlan
+from rasura.victims.batching import apart
 
 
 def parted(plan: TrainPlan, everything: Sequence[Example]) -> tuple[list[int], list[int]]:
@@ -28,3 +30,16 @@ def parted(plan: TrainPlan, everything: Sequence[Example]) -> tuple[list[int], l
     held = [k for k, one in zip(some, whose) if one in apart]
     kept = [k for k, one in zip(some, whose) if one not in apart]
     return kept, held
+
+
+def untrained(rows: Sequence[Batch], trained: Sequence[Batch], source: str, instead: str) -> list[Batch]:
+    """Those of ``rows`` of ``source``, one text each, that a model is judged on: each once, and none that it is ``trained``
+    on. Raises ``InputError`` with the advice ``instead`` if there are none."""
+    if found := apart(rows, trained):
+        return found
+    raise InputError(f"{source}: every text is also among those to train on; {instead}")
+
+
+def left_out(rows: Sequence[Batch], trained: Sequence[Batch], plan: TrainPlan) -> list[Batch]:
+    """As ``untrained``, of the ``rows`` that ``plan`` holds out."""
+    return untrained(rows, trained, f"{plan.data}, texts held out", "remove repeated texts, or hold out more with --holdout")

@@ -33,7 +33,7 @@ from rasura.runs.canary_result import measured
 from rasura.runs.described import codes_of
 from rasura.runs.drawing import numbered
 from rasura.runs.gradient_canaries import GradientCanaries
-from rasura.runs.held_out import parted
+from rasura.runs.held_out import left_out, parted, untrained
 from rasura.runs.membership_rows import began
 from rasura.runs.noise_target import check_target
 from rasura.runs.scoring import versions
@@ -42,7 +42,7 @@ from rasura.runs.trained import SERVED, claim, finished, folder_of, name_classes
 from rasura.runs.uncovered import uncovered
 from rasura.service_protections.service import Service
 from rasura.victims.adapters import with_fresh_adapter
-from rasura.victims.batching import apart, renamed, split
+from rasura.victims.batching import renamed, split
 from rasura.victims.fingerprint import fingerprint
 from rasura.victims.loading import Victim, load, with_one_label
 from rasura.victims.outputs import check_predicted, nats, predictions
@@ -75,8 +75,11 @@ class Training:
         start = time.process_time()
         self.rows = self._encoded(victim, kept)
         self.encoding = time.process_time() - start
-        self.held = self._others(victim, held, f"{plan.data}, texts held out")
-        self.test = self.held if tested is None else self._others(victim, tested, str(plan.test))
+        self.held = left_out(self._encoded(victim, held), self.rows, plan)
+        self.test = self.held
+        if tested is not None:
+            others = self._encoded(victim, tested)
+            self.test = untrained(others, self.rows, str(plan.test), "pass others as --test")
         self.left_out = len(held if tested is None else tested) - len(self.test)
         if plan.task == "causal":
             check_predicted(self.held, f"{plan.data}, texts held out")
@@ -118,12 +121,6 @@ class Training:
         device = "cpu" if self.plan.service else self.device
         made = load(self.plan.model, task, num_labels=self.labels, seed=seed, device=device, attacked=attacked)
         return with_one_label(made)
-
-    def _others(self, victim: Victim, examples: Sequence[Example], source: str) -> list[Batch]:
-        """The texts that the model is judged on: each once, and none that it is trained on."""
-        if found := apart(self._encoded(victim, examples), self.rows):
-            return found
-        raise InputError(f"{source}: every text is also among those to train on; pass others as --test")
 
     def _encoded(self, victim: Victim, examples: Sequence[Example]) -> list[Batch]:
         return encoded(victim, examples, max_length=self.plan.max_length, truncate=self.plan.truncate)
