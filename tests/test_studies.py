@@ -142,7 +142,9 @@ def test_a_text_counts_once_whatever_the_number_of_seeds() -> None:
     seeds = [record("span", [0.5], first=1), record("span", [0.1], first=1), record("span", [], "failed", first=2)]
     assert values_of(seeds, "rouge1", "scores") == (pytest.approx([0.3, 0.1]), 2)
     assert values_of(seeds, "rouge1", "blind") == (pytest.approx([0.1, 0.1]), 2)
-    assert values_of([record("span", [], "crashed")], "rouge1", "scores") == ([], 0)
+    for side in ("scores", "blind"):  # a level of guessing beside a figure is that of the same texts
+        assert values_of([record("span", [], "crashed")], "rouge1", side) == ([], 0)
+        assert values_of([record("span", [], "not_applicable")], "rouge1", side) == ([], 0)
 
 
 def test_the_texts_of_one_update_count_once_in_an_interval(tmp_path: Path) -> None:

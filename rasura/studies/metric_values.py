@@ -79,10 +79,11 @@ class Values(NamedTuple):
 
 def values_of(records: Iterable[Mapping[str, Any]], metric: str, side: str) -> Values:
     """Values of a metric, one for each group of texts that were sent together, as in the report: the mean over its texts
-    of their means over attempts with all seeds. An attempt that failed has the score of guessing."""
+    of their means over attempts with all seeds. An attempt that failed has the score of guessing. On the ``side`` blind,
+    guessing at the same texts: none where the attack crashed or did not apply."""
     records, found = list(records), dict[int, list[float]]()
     for r in records:
-        scores = r[side] if r["status"] == "ok" or side == "blind" else r["blind"] if r["status"] == "failed" else {}
+        scores = r[side] if r["status"] == "ok" else r["blind"] if r["status"] == "failed" else {}
         values = scores.get(metric, {}).get("per_record", [])
         for note, value in zip(notes_of(r), values, strict=bool(values)):
             if value is not None:
