@@ -321,9 +321,15 @@ def test_masks_that_clients_cannot_agree_on_are_refused(keys: Keys) -> None:
         ("sealing:all", "loses the sealed entries"),
         ("sealing:all/scheme=ckks", "the keys are for bfv"),
         ("sealing:all/scheme=bfv+sealing:all/scheme=bfv", "seals twice"),
-        ("sealing:all/scheme=bfv+gaussian:0.1", "gaussian would change the clear entries alone; write it before"),
-        ("sealing:all/by=secagg+gaussian:0.1", "gaussian would change the clear entries alone"),
-        ("sealing:param=0.5/by=secagg+fp16+pruning:0.5", "fp16, pruning would change the clear entries alone"),
+        (
+            "sealing:all/scheme=bfv+gaussian:0.1",
+            "gaussian behind sealing would change no entry that is sealed; write sealing last",
+        ),
+        ("sealing:all/by=secagg+gaussian:0.1", "gaussian behind sealing would change no entry that is sealed"),
+        (
+            "sealing:param=0.5/by=secagg+fp16+pruning:0.5",
+            "fp16, pruning behind sealing would change no entry that is sealed",
+        ),
         ("sign", "every weight would move by 1"),
         ("sealing:param=0/scheme=bfv", "seals none of the"),
         ("sealing:param=0/by=secagg", "seals none of the"),

@@ -13,15 +13,18 @@ import torch
 import transformers
 
 from rasura.core.interfaces import AttackFailed, Budget, InputError, NotApplicable
-from rasura.core.rng import generator
+from rasura.core.rng import generator, secret_generator
 from rasura.core.threat import THREATS, observe
 from rasura.core.values import Message, Reconstruction
 from rasura.core.wire import from_bytes, to_bytes
+from rasura.defenses.compose import chain
 from rasura.defenses.homomorphic import Sealed, added, opened_sum
 from rasura.defenses.homomorphic_keys import make_keys
 from rasura.defenses.sealing import Sealing, agreed_scales, flattened, mask, parsed, sealing, unflattened
 from rasura.defenses.significance import NAMED, named, scores, sensitivity
-from rasura.registry import attack, parse_defense
+from rasura.registry import REGISTERED, attack, parse_defense
+from rasura.runs.chosen_methods import chosen_methods
+from rasura.runs.plans import Plan
 from rasura.testing.tiny import ALL, CAUSAL_VOCABULARY, CLS, SEP, VOCABULARY, WORDS, batch_for, batch_of, tiny
 from rasura.victims.models import parts
 from rasura.victims.step import step
@@ -298,6 +301,49 @@ def test_the_positions_in_an_output_layer_name_the_words_that_follow(tied: bool,
     found = attack("mask-positions")(observe(sent, THREATS[threat]), rng=generator(1), budget=Budget())
     words = set(text.ids(0)) if tied else set(text.ids(0)[1:])
     assert words <= set(found.tokens[0]) and len(found.tokens[0]) <= len(words) + 2
+
+
+@pytest.mark.parametrize("behind", ["gaussian:1.0", "laplace:1.0", "pruning:0.9", "qsgd:2", "bf16"])
+@pytest.mark.parametrize("sealed", ["sealing:all/by=bfv", "sealing:grad=0.3", "sealing:all/by=secagg"])
+def test_nothing_stands_behind_sealing(sealed: str, behind: str) -> None:
+    """It was named as applied, and the ciphertexts that clients open held the values without it."""
+    name = behind.partition(":")[0]
+    what = rf"^{name} behind sealing would change no entry that is sealed; .* gaussian:1\.0\+sealing:all/by=bfv$"
+    with pytest.raises(InputError, match=what):
+        parse_defense(f"{sealed}+{behind}")
+    (one,), (other,) = parse_defense(sealed), parse_defense(behind)
+    with pytest.raises(InputError, match=what):
+        chain(one, other)
+    with pytest.raises(InputError, match=what):  # a defense that was made by hand
+        step(small(), batch_for("classification", 3), (one, other), task="classification", vocabulary=VOCABULARY,
+             rng=generator(0))  # fmt: skip
+    assert [p.mechanism.name for p in parse_defense(f"{behind}+{sealed}")] == [name, "sealing"]
+
+
+@pytest.mark.parametrize("first", ["all/by=bfv", "attn/by=bfv"])
+def test_only_one_part_seals(first: str) -> None:
+    with pytest.raises(InputError, match="seals twice, and the second would lose what the first sealed; remove one"):
+        parse_defense(f"sealing:{first}+sealing:all/by=bfv")
+
+
+def test_an_update_changes_no_message_that_is_sealed() -> None:
+    plan = Plan(texts=("one text",), updates=("fedsgd", "fedsgd+bf16"), defenses=("none", "sealing:grad=0.3"))
+    with pytest.raises(InputError, match="bf16 behind sealing"):
+        chosen_methods(plan, REGISTERED, True)
+    chosen_methods(replace(plan, updates=("fedsgd",), defenses=("none", "bf16+sealing:grad=0.3")), REGISTERED, True)
+
+
+def test_noise_before_sealing_is_in_what_clients_open() -> None:
+    keys = make_keys(4)
+    defense = parse_defense("gaussian:1.0+sealing:all/by=bfv", {"keys": keys})
+    model = small()
+    sent = step(model, batch_for("classification", 1), defense, task="classification", vocabulary=VOCABULARY,
+                rng=secret_generator())  # fmt: skip
+    count = int(str(sent.message.header["sealed"]))
+    assert count == sum(p.numel() for p in model.parameters())
+    steps = opened_sum(Sealed(tuple(sent.message.sealed.values())), np.ones(count), keys)
+    # Noise fills every tensor; without it, the rows of words that are not in the text are zeros.
+    assert np.count_nonzero(steps) > 0.99 * count
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -181,7 +181,6 @@ def test_an_audit_of_secure_aggregation_shows_the_sum_in_whole_steps() -> None:
         ("sealing:param=0.1/by=secagg", 4, "entries that stay clear"),
         ("sealing:all/by=secagg/embeddings=clear", 4, "entries that stay clear"),
         ("gaussian:0.1+sealing:all/by=secagg", 4, "each client does gaussian to its own update"),
-        ("sealing:all/by=secagg+gaussian:0.1", 4, "each client does gaussian to its own update"),
         ("pruning:0.9+qsgd:4+sealing:all/by=secagg", 4, "each client does pruning, qsgd to its own update"),
     ],
 )

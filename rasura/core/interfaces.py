@@ -16,7 +16,7 @@ from rasura.core.values import OWN, Grant, Mechanism, Observation, Stage, Task, 
 __all__ = [
     "ActiveAttack", "Attack", "AttackFailed", "Budget", "Defense", "InputError", "MembershipAttack", "Metric",
     "MissingExtra", "ModelService", "NotApplicable", "NotSent", "Prior", "ServiceAttack", "ServiceMetric", "Transform",
-    "Unavailable", "made",
+    "Unavailable", "check_sealed_last", "made",
 ]  # fmt: skip
 
 G_co = TypeVar("G_co", covariant=True)
@@ -152,6 +152,20 @@ def made(
 
 Defense = tuple[Transform[Any, Any, Any], ...]
 """Transforms in the order in which they act; make one with ``rasura.defenses.compose.chain``."""
+
+
+def check_sealed_last(parts: Sequence[Transform[Any, Any, Any]]) -> None:
+    """Raise ``InputError`` where a part stands behind ``sealing``: what is sealed by then stays as it is, so noise would be
+    named and be missing in it. A second ``sealing`` would replace the first one's ciphertexts by those of zeros."""
+    names = [one.mechanism.name for one in parts]
+    if names.count("sealing") > 1:
+        raise InputError("the defense seals twice, and the second would lose what the first sealed; remove one of the parts")
+    behind = names[names.index("sealing") + 1 :] if "sealing" in names else []
+    if behind:
+        raise InputError(
+            f"{', '.join(behind)} behind sealing would change no entry that is sealed; write sealing last, as in "
+            "gaussian:1.0+sealing:all/by=bfv"
+        )
 
 
 @runtime_checkable

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
-from rasura.core.interfaces import Defense, InputError, Transform, made
+from rasura.core.interfaces import Defense, InputError, Transform, check_sealed_last, made
 from rasura.core.mechanisms import Mean
 from rasura.core.rng import Randomness
 from rasura.core.specs import DefenseSpec
@@ -38,7 +38,8 @@ def chain(*parts: Transform[Any, Any, Any] | Defense) -> Defense:
     """Join transforms and defenses into one defense, in the order given; ``chain()`` is no protection.
 
     Raises ``InputError``, with the names of both parts, if the stages are out of order (DATA < MODEL < AGGREGATE < WIRE), or
-    if two parts aggregate. A wrong order is refused and not corrected, so that the description is what runs.
+    if two parts aggregate. So does a part behind ``sealing``, which would change no entry that is sealed. A wrong order is
+    refused and not corrected, so that the description is what runs.
 
     Examples:
         >>> from rasura.defenses.noise import gaussian_noise
@@ -62,6 +63,7 @@ def chain(*parts: Transform[Any, Any, Any] | Defense) -> Defense:
     aggregations = [one.mechanism.name for one in flat if one.stage is Stage.AGGREGATE]
     if len(aggregations) > 1:
         raise InputError(f"'{aggregations[0]}' and '{aggregations[1]}' both aggregate the batch; remove one of them")
+    check_sealed_last(flat)
     return tuple(flat)
 
 

@@ -27,10 +27,11 @@ def parts(defense: str) -> tuple[tuple[str, str], ...]:
 def parse_defense(
     text: str, sealing: Mapping[str, Any] | None = None, methods: Mapping[str, DefenseSpec] = DEFENSES
 ) -> Defense:
-    """``"frozen-embeddings+dropout:0.1"`` as a defense: names with their parameter, joined by ``+``, in any order.
+    """``"frozen-embeddings+dropout:0.1"`` as a defense: names with their parameter, joined by ``+``, in any order, but
+    ``sealing`` last.
 
     ``sealing``: what clients agreed on, by the names that ``rasura.defenses.sealing.sealing`` has for it. Raises
-    ``InputError`` for unknown names, and for a parameter that is missing, out of range or not wanted.
+    ``InputError`` for unknown names, for a parameter that is missing, out of range or not wanted, and as ``chain`` does.
 
     Examples:
         >>> [part.mechanism for part in parse_defense("frozen-blocks:1+gaussian:0.01")]

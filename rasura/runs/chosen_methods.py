@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rasura.core.interfaces import Attack, Defense, Metric
+from rasura.core.interfaces import Attack, Defense, Metric, check_sealed_last
 from rasura.core.local import Local
 from rasura.core.values import Reconstruction
 from rasura.registry import Methods, parse_defense, parse_update
@@ -28,11 +28,15 @@ class ChosenMethods:
 
 def chosen_methods(plan: Plan, methods: Methods, baseline: bool) -> ChosenMethods:
     """The methods behind the names of a checked ``plan``. With ``baseline``, no protection is included even if it is not
-    named."""
+    named. Raises ``InputError`` where an update changes the message behind ``sealing``."""
     added = () if "none" in plan.defenses or not baseline else ("none",)
-    return ChosenMethods(
+    chosen = ChosenMethods(
         attacks={name: built_attack(name, methods.attacks[name].make) for name in plan.attacks},
         defenses={text: parse_defense(text, methods=methods.defenses) for text in (*added, *plan.defenses)},
         updates={text: parse_update(text) for text in plan.updates},
         metrics={name.partition(":")[0]: make_metric(name, methods.metrics) for name in plan.metrics},
     )
+    for defense in chosen.defenses.values():
+        for _, after in chosen.updates.values():
+            check_sealed_last((*defense, *after))
+    return chosen

@@ -16,7 +16,7 @@ from rasura.core.batches import Batch, ImageBatch
 from rasura.core.errors import Unseen
 from rasura.core.exact import full_products
 from rasura.core.files import make_private
-from rasura.core.interfaces import Defense, InputError, NotApplicable, Transform
+from rasura.core.interfaces import Defense, InputError, NotApplicable, Transform, check_sealed_last
 from rasura.core.local import FEDSGD, Local
 from rasura.core.rng import Randomness, drawing, permutation, secret_generator
 from rasura.core.unchanged import Assembled, Clean
@@ -106,6 +106,7 @@ def message_for(
     ``InputError``. ``kept``: what the aggregation keeps from one step of a training to
     the next, such as a clip that follows the norms; None for a first step."""
     by_stage = {stage: [p for p in defense if p.stage is stage] for stage in Stage}
+    check_sealed_last(by_stage[Stage.WIRE])
     _check_sum(by_stage[Stage.WIRE])
     losses: list[float] = []
 
@@ -176,7 +177,8 @@ def step(
     None for batches of a fixed size. ``public``: the model that the client knew before a server sent ``model``; protections
     of the data use it. ``record``: receives the number of entries of each aggregated tensor, where noise is drawn.
     ``most``, ``kept`` and ``counts`` as in ``message_for``. Raises ``NotApplicable`` if what is sent is not finite, and
-    ``InputError`` for secure aggregation with a ``SecretGenerator``, which only an audit can show of one step.
+    ``InputError`` for secure aggregation with a ``SecretGenerator``, which only an audit can show of one step, and for a
+    part behind ``sealing``, which would change no entry that is sealed.
     """
     if local.kind != "fedsgd" and any(p.stage is Stage.AGGREGATE and p.mechanism.name != "mean" for p in defense):
         raise InputError(

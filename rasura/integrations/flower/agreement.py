@@ -192,14 +192,7 @@ def _checked(defense: str) -> list[str]:
     if "dp-ftrl" in wire:
         raise InputError("dp-ftrl correlates the noise of all steps of a training, and a message is one of them by itself; "
             "protect the client's own training by rasura.protect_training, or use dp-sgd here")  # fmt: skip
-    wanted = [value for name, value in parts(defense) if name == "sealing"]
-    if len(wanted) > 1:
-        raise InputError(f"defense {defense!r} seals twice; remove one of the parts")
-    if wanted and (behind := wire[wire.index("sealing") + 1 :]):
-        raise InputError(
-            f"defense {defense!r}: {', '.join(behind)} would change the clear entries alone; write it before sealing"
-        )
-    return wanted
+    return [value for name, value in parts(defense) if name == "sealing"]
 
 
 def _frozen(defense: str, model: nn.Module, start: Mapping[str, Tensor]) -> frozenset[str]:
