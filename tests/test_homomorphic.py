@@ -256,6 +256,26 @@ def test_what_was_sealed_under_another_key_or_changed_does_not_open(keys: Contex
                 opened_sum(made, np.ones(4), keys)
 
 
+def test_values_that_so_many_clients_cannot_have_do_not_open(counting: tuple[Context, Context, list[Sealed]]) -> None:
+    """CKKS opened a sum of which one client had sealed a million times the agreed scale."""
+    tenseal = pytest.importorskip("tenseal")
+    secret, public, _ = counting
+    bfv, context = secret.parameters.scheme == "bfv", tenseal.context_from(public.data, 1)
+    zeros, _ = seal(np.zeros(4), np.ones(4), public)
+    below = () if bfv else ((-2 * HALF, True), (-2 * HALF - 1, False))  # no lane of BFV is below zero
+    for steps, good in ((2 * HALF, True), (2 * HALF + 1, False), (100 * HALF, False), *below):
+        slots = [1, *[HALF + steps] * (secret.parameters.degree - 1)] if bfv else [1.0, *[float(steps)] * 4]
+        changed = (tenseal.bfv_vector if bfv else tenseal.ckks_vector)(context, slots)
+        total = added([zeros, Sealed((changed.serialize(),))], public)
+        if good:
+            assert opened_sum(total, np.ones(4), secret) == pytest.approx(np.full(4, steps / HALF))
+        else:
+            with pytest.raises(
+                InputError, match="ciphertext 0 holds values that are impossible for 2 clients; it was changed"
+            ):
+                opened_sum(total, np.ones(4), secret)
+
+
 @pytest.mark.parametrize("clients", [0, -1, 5])
 def test_counts_that_no_keys_fit_are_refused(keys: Context, clients: int) -> None:
     good, _ = seal(COUNTING, np.ones(4), keys)

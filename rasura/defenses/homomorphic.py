@@ -160,13 +160,12 @@ def opened_sum(sealed: Sealed, scale: NDArray[np.float64], context: Context) -> 
             raise InputError(f"ciphertext {number} is the sum of {slots[0]:.0f} clients, not of {clients} as claimed")
         if p.scheme == "bfv":
             lanes = np.concatenate([slots[1:] & ((1 << p.lane) - 1), slots[1:] >> p.lane])
-            if int(lanes.max()) > 2 * HALF * clients:
-                raise InputError(
-                    f"ciphertext {number} holds values that are impossible for {clients} clients; it was changed"
-                )
-            rows.append(lanes - clients * HALF)
+            steps = lanes - clients * HALF
         else:
-            rows.append(slots[1:])
+            steps = slots[1:]
+        if not np.abs(steps).max() <= HALF * clients:  # NaN is not
+            raise InputError(f"ciphertext {number} holds values that are impossible for {clients} clients; it was changed")
+        rows.append(steps)
     found = np.concatenate(rows)[: len(scale)] if rows else np.empty(0)
     if len(found) != len(scale):
         raise InputError(f"{len(found)} values were sealed; expected {len(scale)}")
