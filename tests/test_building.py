@@ -19,7 +19,7 @@ from rasura.core.mechanisms import Gaussian, mechanism
 from rasura.core.protection import Protection
 from rasura.core.specs import AttackSpec, DefenseSpec, MetricSpec
 from rasura.core.values import Grant, Mechanism, Reconstruction, Stage
-from rasura.registry import ATTACKS, METRICS, named_attacks, named_defenses, parse_defense
+from rasura.registry import ATTACKS, METRICS, SERVICE_PROTECTIONS, UPDATES, named_attacks, named_defenses, parse_defense
 from rasura.registry import metric as make_metric
 from rasura.registry.building import built_attack
 
@@ -148,9 +148,37 @@ def test_nobody_takes_the_name_of_a_protection_of_rasura() -> None:
     assert type(mechanism("gaussian", {"sigma": 0.1})) is Gaussian
 
 
+@pytest.mark.parametrize(
+    "name", ["frozen-embeddings+sign", "none+mine", "mine+", "+mine", "mine:1", "mine/b=1", "a=b", "a,b", "a b", " a", "a\n"]
+)
+def test_a_name_that_reads_as_other_methods_or_options_is_refused(name: str) -> None:
+    """Under ``frozen-embeddings+sign`` the two built-in parts ran, and the protection of that name never did."""
+    ways: tuple[Callable[[], Any], ...] = (
+        lambda: replace(spec(below_three), name=name),
+        lambda: named_defenses([part(described(name))]),
+        lambda: named_defenses([(part(described("mine")), part(described(name)))]),
+        lambda: replace(UPDATES["fedavg-sgd"], name=name),
+    )
+    for way in ways:
+        with pytest.raises(InputError, match=r"method name .*expected letters, digits, '-' and '_' only"):
+            way()
+
+
+def test_where_nothing_is_joined_a_name_may_end_with_a_plus() -> None:
+    assert replace(ATTACKS["span"], name="mine++").name == "mine++"
+    ours = SERVICE_PROTECTIONS["santext+"]
+    assert replace(ours, name="mine+").name == "mine+"
+    for name in ("santext+custext", "mine++", "+", "mine+:", "mine +"):
+        with pytest.raises(InputError, match="method name"):
+            replace(ours, name=name)
+
+
 def test_an_audit_refuses_before_it_runs(model_folder: Path, tmp_path: Path) -> None:
     plain = part(Mechanism("mine", Stage.WIRE))
-    for wrong in ({"defenses": [plain]}, {"defenses": [spec(below_three)]}, {"attacks": [attack(needs=None)]}):
+    joined = part(described("frozen-embeddings+mine"))
+    for wrong in (
+        {"defenses": [plain]}, {"defenses": [joined]}, {"defenses": [spec(below_three)]}, {"attacks": [attack(needs=None)]}
+    ):  # fmt: skip
         given: dict[str, Any] = {"attacks": ["blind"], "defenses": ["none"], **wrong}
         with pytest.raises(InputError, match="mine"):
             rasura.audit(model=str(model_folder), data=TEXTS, out=tmp_path / "run", **given)

@@ -278,9 +278,13 @@ def test_a_plugin_that_cannot_be_loaded_takes_nothing_down(installed: dict[str, 
     broken = tmp_path / "broken-1.0.dist-info"
     broken.mkdir()
     (broken / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n", encoding="utf-8")
-    lines = "[rasura.attacks]\nmine = absent_module:SPEC\nscript = a_script:SPEC\n"
+    lines = "[rasura.attacks]\nmine = absent_module:SPEC\nscript = a_script:SPEC\njoined = a_name:SPEC\n"
     (broken / "entry_points.txt").write_text(lines, encoding="utf-8")
     (tmp_path / "a_script.py").write_text("import sys\nsys.exit(0)\n", encoding="utf-8")
+    named = (
+        "from dataclasses import replace\nfrom rasura.attacks.updates.idlg import SPEC\nSPEC = replace(SPEC, name='a+b')\n"
+    )
+    (tmp_path / "a_name.py").write_text(named, encoding="utf-8")
     here = {**installed, "PYTHONPATH": os.pathsep.join([str(tmp_path), installed["PYTHONPATH"]])}
     done = subprocess.run(
         [sys.executable, "-m", "rasura", "list", "attacks"], env=here, capture_output=True, text=True, check=False
@@ -288,3 +292,4 @@ def test_a_plugin_that_cannot_be_loaded_takes_nothing_down(installed: dict[str, 
     assert done.returncode == 0 and "span" in done.stdout
     assert "the plug-in mine could not be loaded: ModuleNotFoundError" in done.stderr
     assert "the plug-in script could not be loaded: SystemExit" in done.stderr
+    assert "the plug-in joined could not be loaded" in done.stderr and "method name 'a+b'" in done.stderr

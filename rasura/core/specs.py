@@ -9,13 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from rasura.core.errors import InputError
 from rasura.core.interfaces import Attack, MembershipAttack, Metric, ServiceAttack, ServiceMetric
 from rasura.core.values import Reconstruction, Task
 
-_NAME = re.compile(r"[a-z0-9][a-z0-9_+-]*", re.IGNORECASE)
+_NAME = "[A-Za-z0-9][A-Za-z0-9_-]*"
 
 CLASSIFIERS: frozenset[Task] = frozenset({"classification"})
 TEXT: frozenset[Task] = CLASSIFIERS | {"causal"}
@@ -27,16 +27,21 @@ class MethodSpec:
     """The description of any method.
 
     ``name`` is what users write, ``about`` is one sentence for lists and help texts, ``source`` the paper with its section,
-    or ``Rasura``. Raises ``InputError`` for names that the command line could not take, and for empty texts.
+    or ``Rasura``. Raises ``InputError`` for names that could be read as other methods or as options, and for empty texts.
     """
+
+    NAMES: ClassVar[str] = _NAME + "[+]*"
 
     name: str
     about: str
     source: str
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
-            raise InputError(f"method name {self.name!r}; expected letters, digits, '-', '_' and '+' only")
+        if not isinstance(self.name, str) or not re.fullmatch(self.NAMES, self.name):
+            raise InputError(
+                f"method name {self.name!r}; expected letters, digits, '-' and '_' only: '+' joins protections, and other "
+                "signs begin options"
+            )
         for what in ("about", "source"):
             text = getattr(self, what)
             if not isinstance(text, str) or not text.strip() or "\n" in text:
@@ -159,6 +164,8 @@ class DefenseSpec(MethodSpec):
     as an attack's ``seconds``, if that is more than a step.
     """
 
+    NAMES: ClassVar[str] = _NAME
+
     make: Callable[..., Any]
     example: str
     parameter: type[int] | type[float] | type[str] | None = None
@@ -193,6 +200,8 @@ class UpdateSpec(MethodSpec):
 
     ``make`` builds it from the figures after the name, as text: at least ``needed`` and at most ``figures`` of them.
     """
+
+    NAMES: ClassVar[str] = _NAME
 
     make: Callable[..., Any]
     figures: int = 0
@@ -241,6 +250,8 @@ class ServiceProtectionSpec(MethodSpec):
     it works, as in ``DefenseSpec``. ``known_by_with``: for an option, the attacks that replace them when that option is set.
     ``files``: the options that name a file to read, where they differ from their default.
     """
+
+    NAMES: ClassVar[str] = _NAME + "[+]?"
 
     make: Callable[..., Any]
     example: str
