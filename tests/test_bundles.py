@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +15,7 @@ from typer.testing import CliRunner
 
 from rasura.cli import app
 from rasura.core.errors import InputError
-from rasura.core.records import Record
+from rasura.core.records import Record, canonical
 from rasura.runs.audit import audit
 from rasura.runs.bundles import (
     CLOSE,
@@ -43,7 +45,10 @@ def test_every_figure_of_a_run_comes_back(file: Path) -> None:
     again = Reproduction(read_bundle(file))
     cells = again.cells()
     assert {c.attack for c in cells} == {"embedding-rows", "span"} and again.unchecked == ()
-    assert all(again.records[_place(vars(c))]["scores"] for c in cells)
+    ended = [again.records[_place(vars(c))]["status"] for c in cells]
+    assert ended == ["ok", "failed"] * 6, "noise hides every text, and neither kind is left out of a few cells"
+    assert again.not_run(cells) == {"guessing": 6}
+    assert again.not_run(cells[:3]) == {"gave up": 5, "guessing": 6, "with a score": 4}
     assert [one.says for cell in cells if (one := again.again(cell)).word != EQUAL] == []
     assert {(c.attack, c.defense) for c in again.cells("span", "gaussian:0.1")} == {("span", "gaussian:0.1")}
     assert len(again.cells(count=2)) == 2
@@ -69,7 +74,25 @@ def test_what_does_not_come_back_is_said(file: Path) -> None:
     assert returned(old, replace(new, scores={})).word == DIFFERENT
 
 
-@pytest.mark.parametrize("status", ["failed", "crashed", "not_applicable"])
+def test_an_attack_that_gave_up_is_compared(file: Path) -> None:
+    """Its figure is that of guessing, and verdicts rest on it."""
+    records = [r for r in read_bundle(file)["records"] if r["attack"] == "span"]
+    read, silent = (next(r for r in records if r["status"] == status) for status in ("ok", "failed"))
+    found = returned(silent, Record.from_dict(silent))
+    assert found.word == EQUAL and found.says.startswith("it gave up again (failed: the gradients show no row space")
+    other = returned(silent, replace(Record.from_dict(silent), reason="it is another"))
+    assert other.word == EQUAL and other.says.endswith("now: failed: it is another)")
+    here = {name: silent[name] for name in ("attack", "defense", "key", "examples")}
+    for was, now, says in (
+        (silent, {**read, **here}, "status failed, now ok"), ({**read, **here}, silent, "status ok, now failed"),
+        (silent, {**silent, "status": "crashed"}, "status failed, now crashed"),
+        (silent, {**silent, "blind": {}}, r"rouge1 \(blind\)"),
+    ):  # fmt: skip
+        found = returned(was, Record.from_dict(now))
+        assert found.word == DIFFERENT and re.search(says, found.says)
+
+
+@pytest.mark.parametrize("status", ["crashed", "not_applicable"])
 def test_a_cell_without_a_score_has_nothing_to_compare(file: Path, status: str) -> None:
     scored = next(r for r in read_bundle(file)["records"] if r["attack"] == "span" and r["defense"] == "none")
     old = {**scored, "status": status, "reason": "it ran out of memory", "scores": {}, "confidence": "none"}
@@ -152,11 +175,30 @@ def test_the_commands_bundle_reproduce_and_compare(file: Path, tmp_path: Path) -
     done = run.invoke(app, ["reproduce", str(tmp_path / "b.json"), "--attack", "span", "--cells", "2", "--json"])
     told = json.loads(done.stdout)
     assert done.exit_code == 0 and [one["word"] for one in told["cells"]] == [EQUAL, EQUAL]
+    assert told["not_run"] == {"gave up": 5, "guessing": 6, "with a score": 5}
     same = run.invoke(app, ["compare", str(file.parent), str(file.parent), "--json"])
     assert same.exit_code == 4 and {c["word"] for c in json.loads(same.stdout)["changes"]} == {"not comparable"}
     shown = run.invoke(app, ["compare", str(file.parent), str(file.parent)])
     told_of = " ".join(shown.output.split())
     assert shown.exit_code == 4 and "could not be made" in told_of and "No change" not in told_of
+
+
+def test_a_cell_that_did_not_give_up_is_noticed(file: Path, tmp_path: Path) -> None:
+    """All cells were said to come back, and those in which an attack gave up were never run."""
+    content = read_bundle(file)
+    hit = next(r for r in content["records"] if r["attack"] == "span" and r["status"] == "ok")
+    hit |= {"status": "failed", "reason": "nothing was found", "scores": {}, "recovered": [], "confidence": "none"}
+    text = canonical(content)
+    changed = tmp_path / "b.json"
+    changed.write_text(canonical({"digest": hashlib.sha256(text.encode()).hexdigest(), "content": text}))
+    asked = ["reproduce", str(changed), "--device", "cpu", "--attack", "span", "--cells", "0"]
+    for defense, code, came, left in (
+        ("none", 1, 2, "6 gave up, 6 guessing, 3 with a score"),
+        ("gaussian:0.1", 0, 3, "4 gave up, 6 guessing, 5 with a score"),
+    ):  # fmt: skip
+        done = CliRunner().invoke(app, [*asked, "--defense", defense])
+        says = f"{came} of 3 cells came back not run: 15 of the bundle's 18 cells ({left})"
+        assert done.exit_code == code and says in " ".join(done.output.split())
 
 
 def test_the_bundle_of_an_unfinished_run_says_so(file: Path, model_folder: Path, tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def reproduce(
     attack: Annotated[str | None, typer.Option(help="only cells of this attack")] = None,
     defense: Annotated[str | None, typer.Option(help="only cells of this defense")] = None,
     cells: Annotated[
-        int, typer.Option(help="number of cells to run again, the quickest first; 0: all with a score", min=0)
+        int, typer.Option(help="number of cells to run again, the quickest first; 0: all with a figure", min=0)
     ] = 3,
     data: Annotated[str | None, typer.Option(help="the data file of the run, if it is elsewhere")] = None,
     model: Annotated[str | None, typer.Option(help="the model of the run, if it is elsewhere")] = None,
@@ -94,9 +94,10 @@ def reproduce(
 ) -> None:
     """Run cells of a bundled audit again and say whether their figures come back.
 
-    Guessing is left out unless --attack names it, and cells without a score unless there are no others. The command refuses
-    data, reference text or weights that are not those of the run, and says where the run is unfinished. Exit code 1: a
-    figure did not come back, or no cell has one.
+    A cell in which the attack gave up has a figure too, that of guessing. Cells of guessing itself are left out unless
+    --attack names it, and cells without a figure unless there are no others. What is left out is counted. The command
+    refuses data, reference text or weights that are not those of the run, and says where the run is unfinished. Exit
+    code 1: a figure did not come back, or no cell has one.
 
     Example: rasura reproduce audit.json --attack span --cells 2
     """
@@ -105,8 +106,9 @@ def reproduce(
     content = read_bundle(file)
     with err.status("loading the model and the data"):
         again = Reproduction(content, data=data, model=model, reference=reference, device=device_named(device))
+    chosen = again.cells(attack, defense, cells or None)
     found = []
-    for cell in again.cells(attack, defense, cells or None):
+    for cell in chosen:
         found.append(again.again(cell))
         if not as_json:
             one = found[-1]
@@ -115,13 +117,16 @@ def reproduce(
     for line in again.unchecked:
         say(f"not checked: {line}", to=err)
     lost, empty = (sum(one.word == word for one in found) for word in (DIFFERENT, NOTHING))
-    compared = len(found) - empty
+    compared, left = len(found) - empty, again.not_run(chosen)
     if as_json:
         told = {"cells": [asdict(one) for one in found], "unchecked": list(again.unchecked), "different": lost}
-        say_json({**told, "compared": compared, "missing": missing(content)})
+        say_json({**told, "compared": compared, "missing": missing(content), "not_run": left})
     else:
         without = f"; {empty} more have no score, so there is nothing to compare" if empty else ""
         out.print(f"{compared - lost} of {compared} cells came back{without}")
+        if left:
+            ended = ", ".join(f"{count} {how}" for how, count in left.items())
+            say(f"not run: {sum(left.values())} of the bundle's {len(again.records)} cells ({ended})")
         if gap := missing(content):
             say(gap)
     if lost or not compared:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from rasura.core.errors import InputError
 from rasura.core.files import read_limited, write_whole
 from rasura.core.records import SCHEMA, Record, canonical, wrong_in
 from rasura.core.run_store import RunStore, changed
-from rasura.report.scores import BLIND
+from rasura.report.scores import BLIND, gave_up
 from rasura.runs.audit import Audit
 from rasura.runs.cells import Cell
 from rasura.runs.plans import plan_of
@@ -25,6 +27,9 @@ ROUNDING = 1e-6
 """Differences of scores up to this come from the order of sums on another machine."""
 
 EQUAL, CLOSE, DIFFERENT, NOTHING = "equal", "equal but for rounding", "different", "nothing to compare"
+
+SCORED, GAVE_UP = "with a score", "gave up"
+"""How a cell ended that has a figure: an attack that gave up has the score of guessing."""
 
 
 def bundle(run_dir: str | Path, path: str | Path) -> Path:
@@ -78,8 +83,8 @@ def read_bundle(path: str | Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Returned:
-    """One cell that was run again: ``word`` is ``EQUAL``, ``CLOSE``, ``DIFFERENT``, or ``NOTHING`` where the attack has no
-    score, then or now. ``says`` names what differs, or why there is no score."""
+    """One cell that was run again: ``word`` is ``EQUAL``, ``CLOSE``, ``DIFFERENT``, or ``NOTHING`` where the cell has no
+    figure, then or now. ``says`` names what differs, or why there is no figure."""
 
     attack: str
     defense: str
@@ -120,15 +125,25 @@ class Reproduction:
         self.unchecked = tuple(f"the run did not store a fingerprint of its {name}" for name in here if name not in told)
 
     def cells(self, attack: str | None = None, defense: str | None = None, count: int | None = None) -> list[Cell]:
-        """The cells of the bundle with a score, by attack and defense, those that took least time first; at most ``count``.
-        Guessing only where ``attack`` names it, or nothing else was run. Where no such cell has a score, those without."""
+        """The cells of the bundle with a figure, by attack and defense; at most ``count``. Those with a score and those in
+        which the attack gave up take turns, and of each kind those that took least time come first. Guessing only where
+        ``attack`` names it, or nothing else was run. Where no such cell has a figure, those without."""
         found = [c for c in self.prepared.cells if _place(vars(c)) in self.records]
         found = [c for c in found if attack in (None, c.attack) and defense in (None, c.defense)]
         if not found:
             raise InputError("the bundle has no such cell; see its attacks and defenses in the report of the run")
         found = [c for c in found if attack or c.attack != BLIND] or found
-        scored = [c for c in found if _measured(self.records[_place(vars(c))])]
-        return sorted(scored or found, key=lambda c: (self.records[_place(vars(c))]["wall_seconds"], c.key))[:count]
+        found.sort(key=lambda c: (self.records[_place(vars(c))]["wall_seconds"], c.key))
+        scored, silent = ([c for c in found if _ended(self.records[_place(vars(c))]) == how] for how in (SCORED, GAVE_UP))
+        # Attacks that give up may be quick; by time alone they could be all that is run.
+        turns = [c for c in chain.from_iterable(zip_longest(scored, silent)) if c is not None]
+        return (turns or found)[:count]
+
+    def not_run(self, cells: Iterable[Cell]) -> dict[str, int]:
+        """How many cells of the bundle are not among ``cells``, by how they ended in the run."""
+        places = {_place(vars(c)) for c in cells}
+        left = [r for place, r in self.records.items() if place not in places]
+        return dict(sorted(Counter("guessing" if r["attack"] == BLIND else _ended(r) for r in left).items()))
 
     def again(self, cell: Cell) -> Returned:
         """Run ``cell`` and compare its figures with those of the bundle."""
@@ -141,8 +156,8 @@ def _place(one: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def returned(old: Mapping[str, Any], new: Record) -> Returned:
-    """Whether the figures of the record ``old`` came back in ``new``: status, confidence, and every score of every text. A
-    cell without a score, such as a crash, has no figure that could come back."""
+    """Whether the figures of the record ``old`` came back in ``new``: status, confidence, and every score of every text. An
+    attack that gives up again has the figures of guessing. A cell that crashed has no figure that could come back."""
     now = new.to_dict()
     differs = [
         f"{what} {old[what]}, now {now[what]}" for what in ("status", "confidence", "examples") if old[what] != now[what]
@@ -157,18 +172,25 @@ def returned(old: Mapping[str, Any], new: Record) -> Returned:
     word, says = EQUAL if exact else CLOSE, "all scores came back"
     if differs:
         word, says = DIFFERENT, "; ".join(differs)
-    elif not _measured(old):
-        word, says = NOTHING, f"no score ({_why(old)}; now: {_why(now)})"
+    elif (ended := _ended(old)) == GAVE_UP:
+        says = f"it gave up again{_reasons(old, now)}"
+    elif ended != SCORED:
+        word, says = NOTHING, f"no score{_reasons(old, now)}"
     return Returned(new.attack, new.defense, str(old["key"]), word, says)
 
 
-def _measured(record: Mapping[str, Any]) -> bool:
-    """Whether the attack has a score of any text or label."""
-    return any(v is not None for one in record["scores"].values() for v in _known(one["per_record"]) or ())
+def _ended(record: Mapping[str, Any]) -> str:
+    """How a cell ended: with a score of any text or label, or why without."""
+    if gave_up(record):
+        return GAVE_UP
+    if any(v is not None for one in record["scores"].values() for v in _known(one["per_record"]) or ()):
+        return SCORED
+    return {"crashed": "crashed", "not_applicable": "does not apply"}.get(record["status"], "without a score")
 
 
-def _why(record: Mapping[str, Any]) -> str:
-    return f"{record['status']}: {record['reason']}" if record["reason"] else str(record["status"])
+def _reasons(old: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    was, found = (f"{r['status']}: {r['reason']}" if r["reason"] else str(r["status"]) for r in (old, now))
+    return f" ({was}; now: {found})"
 
 
 def _known(values: Sequence[float | None] | None) -> list[float | None] | None:
