@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
+import transformers
 from audit_setting import model_folder
 from study_setting import study_folder
 from typer.testing import CliRunner
 
 from rasura.cli import app
 from rasura.core.errors import InputError
-from rasura.studies.kept import keep, kept
+from rasura.studies.kept import facts_of, keep, kept
 
 __all__ = ["model_folder"]
 
@@ -47,6 +49,11 @@ def run(*more: str) -> str:
     shutil.rmtree("runs", ignore_errors=True)
     assert CliRunner().invoke(app, ["study", "one", *more], catch_exceptions=False).exit_code == 0
     return Path("studies/RESULTS.md").read_text(encoding="utf-8")
+
+
+def stated(path: Path) -> dict[str, Any]:
+    """What the first line of ``path`` says of the model."""
+    return facts_of(json.loads(path.read_text(encoding="utf-8").splitlines()[0]))
 
 
 def marked(path: Path) -> None:
@@ -97,11 +104,11 @@ def test_records_without_a_metric_that_is_asked_for_are_made_anew(place: Path) -
 @pytest.mark.slow
 def test_a_cell_that_crashed_is_run_again(place: Path) -> None:
     run()
-    model = json.loads(place.read_text().splitlines()[0])["model"]
+    model = stated(place)
     done = [record.to_dict() for record in kept(place, model)]
     broken = {**done[0], "status": "crashed", "reason": "RuntimeError in step", "scores": {}}
     place.unlink()
-    keep(place, model, [broken, *done[1:]], ("rouge1", "position_exact"))
+    keep(place, model, model, [broken, *done[1:]], ("rouge1", "position_exact"))
     assert {record.key for record in kept(place, model)} == {r["key"] for r in done[1:]}
     assert "crashed" not in place.read_text() and "| 0 / 0 / 0 of" in run()
 
@@ -126,6 +133,45 @@ def test_records_of_other_weights_or_texts_are_not_taken(place: Path) -> None:
     assert "4321" not in run()
 
 
+def test_records_of_another_tokenizer_or_configuration_are_not_taken(place: Path, model_folder: Path) -> None:
+    """With the same weights in a folder of the same name, no cell ran, and the figures were those of the other model."""
+    copied = Path(shutil.copytree(model_folder, Path("copied") / model_folder.name))
+    run("--defense", "none")
+    marked(place)
+    assert "4321" in run("--defense", "none", "--model", str(copied)), "it is the same model"
+    config = copied / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "hidden_act": "relu"}))
+    assert "4321" not in run("--defense", "none", "--model", str(copied))
+    assert stated(place)["configuration of the model"]["hidden_act"] == '"relu"'
+    shutil.copytree(model_folder, copied, dirs_exist_ok=True)
+    run("--defense", "none")
+    marked(place)
+    words = (copied / "vocab.txt").read_text().replace("w40\nw41\n", "w41\nw40\n")
+    (copied / "vocab.txt").write_text(words)
+    transformers.BertTokenizerFast(vocab=str(copied / "vocab.txt")).save_pretrained(copied)
+    assert "4321" not in run("--defense", "none", "--model", str(copied))
+
+
+@pytest.mark.slow
+def test_records_of_an_older_version_are_taken_and_never_said_to_be_more(place: Path) -> None:
+    run("--defense", "none")
+    weights = stated(place)["model"]
+    head, *rows = map(json.loads, place.read_text().splitlines())
+    older = {"model": weights, "metrics": head["metrics"], "common": head["common"]}
+    place.write_text("".join(json.dumps(row) + "\n" for row in (older, *rows)))
+    marked(place)
+    shutil.rmtree("runs")
+    ended = CliRunner().invoke(app, ["study", "one"], catch_exceptions=False)
+    assert "4321" in Path("studies/RESULTS.md").read_text(encoding="utf-8")
+    assert "of those that do not, the weights alone were compared" in " ".join(ended.stderr.split())
+    assert len(place.read_text().splitlines()) == 1 + 8 and stated(place) == {"model": weights}
+    study = Path("studies/one.toml")
+    study.with_name("two.toml").write_text(study.read_text())
+    shutil.move(place, place.with_name("three.jsonl"))
+    assert CliRunner().invoke(app, ["study", "two"], catch_exceptions=False).exit_code == 0
+    assert stated(place.with_name("two.jsonl")) == {"model": weights}, "its cells are those of the older file"
+
+
 @pytest.mark.slow
 def test_a_study_says_that_none_of_the_records_beside_it_are_of_this_run(place: Path) -> None:
     for options, told in (((), False), (("--budget", "default"), True), ((), False)):
@@ -143,6 +189,6 @@ def test_damaged_records_are_refused(place: Path, change: str | None) -> None:
     )
     place.write_text("\n".join([head, wrong, *rest]) + "\n")
     with pytest.raises(InputError, match="damaged"):
-        list(kept(place, json.loads(head)["model"]))
+        list(kept(place, facts_of(json.loads(head))))
     place.unlink()
-    assert list(kept(place, "any")) == []
+    assert list(kept(place, {"model": "any"})) == []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -178,11 +178,11 @@ LONG = 1800.0
 def run_audit(
     plan: Any, folder: Path, device: str, ending: Ending, engine: str = "local", address: str | None = None,
     workers: int | None = None, *, baseline: bool = True, seconds: float | None = None,
-    known: Callable[[str, Container[str]], Iterable[Any]] | None = None,
+    known: Callable[[Mapping[str, Any], Container[str]], Iterable[Any]] | None = None,
 ) -> None:  # fmt: skip
     """Run ``plan`` into ``folder`` and print the results. ``baseline``: as in ``Audit``. ``seconds``: stop when they are
     over; cells of the widest intervals first (``studies.filling``). ``known``: the Records of these cells that other runs
-    left for a model of this fingerprint; they count as run."""
+    left for the model that this is said about; they count as run."""
     _check_run(engine, address, workers, device)
     from rasura.cli.progress import cells_watched
     from rasura.report.head import duration
@@ -234,7 +234,7 @@ def _prepared(
     device: str,
     workers: int | None,
     baseline: bool,
-    known: Callable[[str, Container[str]], Iterable[Any]] | None,
+    known: Callable[[Mapping[str, Any], Container[str]], Iterable[Any]] | None,
 ) -> tuple[Any, Any, dict[str, float], int, Any]:
     """The audit, its store, the CPU seconds estimated for each cell that is left, the number of processes, and a context
     with them, None if one does it all. They are forked here, before a progress bar starts a thread."""
@@ -254,7 +254,7 @@ def _prepared(
         if known is not None:
             prepared.describe(store)
             cells = {cell.key: cell for cell in prepared.cells}
-            for record in known(store.about["model"], cells):
+            for record in known(store.about, cells):
                 if record.key not in store:
                     cell = cells[record.key]
                     numbers = prepared.examples_in[cell.defense, cell.batch_size][cell.batch]

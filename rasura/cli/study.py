@@ -96,11 +96,18 @@ def of_audit(
     seconds = None if hours is None else 3600 * hours
     path = kept.path_of(found.name, results)
 
-    def known(model: str, cells: Any) -> Iterator[Any]:
-        records = list(kept.beside(path, results, model, cells, plan.metrics))
+    said: dict[str, Any] = {}
+
+    def known(about: Any, cells: Any) -> Iterator[Any]:
+        model = kept.facts_of(about)
+        records, stated = kept.beside(path, results, model, cells, plan.metrics)
+        said.update(stated)
         if not records and path.is_file():
             say(f"no cell in {path} is of this run: they are of another model, other texts or another --budget; "
                 f"{results} has the command that they were made with", to=err)  # fmt: skip
+        if records and stated.keys() < model.keys():
+            say("the records taken from beside the results do not all say with which tokenizer and configuration they were "
+                "made: of those that do not, the weights alone were compared", to=err)  # fmt: skip
         yield from records
 
     run_audit(
@@ -114,14 +121,14 @@ def of_audit(
     )
     store = RunStore(folder)
     try:
-        records, model, cells = list(store), store.about["model"], store.about["cells"]
+        records, model, cells = list(store), kept.facts_of(store.about), store.about["cells"]
     finally:
         store.close()
     if found.course:
         drawn = courses.courses(plan, records)
         text = courses.course_section(found, plan, drawn)
         return tables.with_rest(text, len(records), cells), courses.course_plot(drawn)
-    kept.keep(path, model, records, plan.metrics)
+    kept.keep(path, model, said, records, plan.metrics)
     if found.train is None:
         text = tables.section(found, plan, records)
         return tables.with_rest(text, len(records), cells), plots.of_audit(found, plan, records)
