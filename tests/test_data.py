@@ -11,6 +11,7 @@ import pytest
 import transformers
 
 from rasura.core.interfaces import InputError
+from rasura.data.columns import Columns
 from rasura.data.text import Example, data_hash, demo_examples, encode, groups, load_examples
 
 ROWS = [{"text": "one two", "label": 1}, {"text": "three, four", "label": 0}]
@@ -54,6 +55,22 @@ def test_three_formats_give_the_same_examples(tmp_path: Path) -> None:
         ("a.csv", "id,text,label\n1,one\ntwo,0\n", "row 1 .line 2.: 2 cells, but the header has 3.*; quote .* a line break"),
         ("a.csv", "text,text\na,b\n", "two columns are named text"),
         ("a.csv", "review,comment\na,b\n", "text may be column comment, review; choose with --text-column"),
+        (
+            "a.jsonl",
+            '{"text": "a", "class": "x"}\n{"text": "b", "class": "y", "label": 1}',
+            "label may be column class, label; ch",
+        ),
+        (
+            "a.jsonl",
+            '{"text": "a", "class": 0}\n{"text": "b", "target": 1}',
+            "label may be column class, target; choose with",
+        ),
+        ("a.jsonl", '{"review": "a"}\n{"review": "b", "text": "c"}', "text may be column review, text; choose with --text"),
+        (
+            "a.jsonl",
+            '{"sentence": "a"}\n{"sentence": "b", "question": "c"}',
+            "text may be column question, sentence; choose",
+        ),
         ("a.csv", "a\0b\n", "zero bytes"),
         ("a.csv", "text,label\n", "holds no rows"),
         ("a.parquet", "no parquet", "cannot be read as Parquet"),
@@ -66,6 +83,16 @@ def test_bad_files_are_named_in_one_line(tmp_path: Path, name: str, content: str
     with pytest.raises(InputError, match=message) as caught:
         load_examples(tmp_path / name)
     assert "\n" not in str(caught.value)
+
+
+def test_a_later_column_changes_nothing_where_the_choice_is_clear(tmp_path: Path) -> None:
+    rows = tmp_path / "a.jsonl"
+    rows.write_text('{"text": "a", "label": 1}\n{"text": "b", "label": 0, "class": "x", "review": "c"}')
+    assert [(e.text, e.label) for e in load_examples(rows)] == [("a", 1), ("b", 0)]
+    rows.write_text('{"text": "a", "class": 1}\n{"text": "b", "class": 0, "label": 3}')
+    chosen = load_examples(rows, columns=Columns(label="class"))
+    assert [(e.text, e.label) for e in chosen] == [("a", 1), ("b", 0)]
+    assert [e.label for e in load_examples(rows, columns=Columns(label="none"))] == [None, None]
 
 
 def test_a_data_set_id_that_is_not_there_is_named() -> None:

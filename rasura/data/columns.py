@@ -66,8 +66,7 @@ class Chosen:
 
     def wanted(self, names: tuple[str, ...]) -> list[str]:
         """Of the columns ``names``, those to read, the text's first. Raises ``InputError`` if there is no text column."""
-        usual = ("question",) if {"question", "sentence"} <= {n.casefold().strip() for n in names} else TEXT
-        text = self._one("text", self.asked.text, names, usual)
+        text = self._one("text", self.asked.text, names, _of_text(names))
         if text is None:
             option = "" if self.asked.text is None else f" named {self.asked.text!r}"
             # The first row of a table without a header, if it is one word, looks like the name of a column.
@@ -102,15 +101,21 @@ class Chosen:
         return [n for n in names if n not in read and not self._beside(n) and n.casefold() not in NUMBERS]
 
     def also(self, row: Iterable[str]) -> None:
-        """Of rows with keys of their own: the pair or the label, and what is not read, where only a later row has it."""
+        """Of rows with keys of their own: the pair or the label, and what is not read, where only a later row has it. Raises
+        ``InputError`` for a name that fits as well as the one that was taken, or better: earlier rows were read without it.
+        """
         names = [n for n in row if n not in self._seen]
         if not names:
             return
         for kind, asked, usual in (
-            ("pair", self.asked.pair, (PAIR.get(str(self.text).casefold(), ""),)), ("label", self.asked.label, LABEL)
+            ("text", self.asked.text, _of_text([*self._seen, *names])),
+            ("pair", self.asked.pair, (PAIR.get(str(self.text).casefold(), ""),)), ("label", self.asked.label, LABEL),
         ):  # fmt: skip
-            if getattr(self, kind) is None:
+            taken = getattr(self, kind)
+            if taken is None:
                 setattr(self, kind, self._one(kind, asked, names, usual, strict=False))
+            elif asked is None and (fits := self._one(kind, None, [taken, *names], usual)) != taken:
+                raise self._unclear(kind, [taken, str(fits)])
         self._seen.update(names)
         self.left += self._unread(names)
 
@@ -130,8 +135,16 @@ class Chosen:
             first = usual[0] if usual and usual[0] in lower else None
             found = [n for n in names if n.casefold().strip() in ((first,) if first else usual)]
         if len(set(found)) > 1:
-            raise InputError(f"{self.source}: {kind} may be column {shown(set(found))}; choose with --{kind}-column")
+            raise self._unclear(kind, found)
         return found[0] if found else None
+
+    def _unclear(self, kind: str, names: Iterable[str]) -> InputError:
+        return InputError(f"{self.source}: {kind} may be column {shown(set(names))}; choose with --{kind}-column")
+
+
+def _of_text(names: Iterable[str]) -> tuple[str, ...]:
+    """Names that the text's column may have, among columns ``names``."""
+    return ("question",) if {"question", "sentence"} <= {n.casefold().strip() for n in names} else TEXT
 
 
 class Labels:
