@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from rows import GUESS, MANY, METRIC, READ, column, record
+from rows import GUESS, MANY, METRIC, READ, column, record, stored
 
+from rasura.report.assessment import assessment, markdown
 from rasura.report.findings import findings, summarise
+from rasura.report.head import Made
 from rasura.report.matrix import IMAGES, TEXTS, Entry, Price
+from rasura.report.page import render
 from rasura.report.pooled import pooled
 from rasura.report.terminal import summary
 from rasura.report.verdicts import NOT_MEASURED, NOT_TOLD, READS
@@ -83,6 +87,8 @@ def test_advice_speaks_only_of_what_was_measured() -> None:
 
 
 # --- figures of a run, exactly
+
+PLAN: dict[str, Any] = {"attacks": ["blind", "span"], "defenses": ["none", "bf16"], "data": "notes.jsonl"}
 
 
 def scores(metric: str, *values: float | None) -> dict[str, Any]:
@@ -185,6 +191,36 @@ def test_the_sentence_says_where_and_of_what_it_speaks() -> None:
     assert crashed.sentence == (
         "No attack on the updates gave a guess at the notes that can be scored; the table gives the reasons.",
     )
+
+
+def test_what_guessing_scores_is_not_said_to_have_been_read_where_every_attack_gave_up() -> None:
+    """«The server read back 1 % of the words», it said of a run in which all six attempts had given up."""
+    rows = [*column("span", "none", [None] * 3, "failed"), *column("span", "bf16", [None] * 3, "failed")]
+    blind = [record("blind", d, GUESS, note=k) for d in ("none", "bf16") for k in range(3)]
+    found, guess = findings([*blind, *rows]), pooled([GUESS] * 3)
+    assert guess is not None and found.sentence == (
+        "Every attack on the updates gave up: none gave a guess at the notes.",
+        "More may be readable: this was not fully measured, and the verdict says why.",
+        f"Guessing without the update: {guess.text}.",
+    )
+    assert found.matrix["span", "none"].silent and all(e["silent"] for e in summarise(rows)["matrix"])
+    one = findings([*rows, record("tag", status="crashed")])
+    assert one.sentence[0].startswith("No attack on the updates gave a guess at the notes that can be scored")
+    page, said = render(stored(rows), PLAN), markdown(assessment(found, PLAN, stored(rows), Made(), ["x"]))
+    for told in (page, said, text_of(rows)):
+        assert not any(false in told for false in ("the server read back", "span read", "span took"))
+
+
+def test_a_guess_is_told_before_what_an_attack_that_gave_up_would_guess() -> None:
+    rows = [*column("span", "none", [None] * 3, "failed"), *column("tag", "none", [0.1] * 3)]
+    found = findings(rows)
+    assert found.best["none"].attack == "tag" and "read back 10 %" in found.sentence[0]
+    there = findings([*rows[:3], *column("span", "bf16", [0.9] * 3)])
+    assert there.sentence[0].startswith("From one update of a single note behind bf16, the server read back 90 %")
+    # One guess has no score, and on the other notes the attack gave up: what is left is guessing.
+    blank = record("span", note=3, scores=scores(METRIC, math.nan))
+    assert findings([*rows[:3], blank]).matrix["span", "none"].mark == "·"
+    assert findings([blank]).matrix["span", "none"].mark == "?"
 
 
 def test_prices_and_threats_are_those_of_the_records() -> None:
@@ -353,7 +389,7 @@ def test_a_summary_is_the_findings_in_plain_values() -> None:
         level = found.matrix[attack, defense].level
         fields: dict[str, Any] = {
             "attack": attack, "defense": defense, "level": None if level is None else level.__dict__, "blind": GUESS,
-            "notes": 2, "n_cells": 2, "gave_up": 0, "crashed": 0, "verified": 0, "reasons": [],
+            "silent": False, "notes": 2, "n_cells": 2, "gave_up": 0, "crashed": 0, "verified": 0, "reasons": [],
             "threat": "honest-server", "batch_size": 1,
         }  # fmt: skip
         return {**fields, **more}

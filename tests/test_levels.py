@@ -12,6 +12,7 @@ from rows import GUESS, MANY, METRIC, READ, column, record
 
 from rasura.metrics.intervals import mean_interval
 from rasura.registry import adversaries
+from rasura.report.calibration import outcome
 from rasura.report.levels import bound, point, yardstick
 from rasura.report.pooled import texts_needed
 from rasura.report.search import UNPROTECTED, holds, least, not_found, searchable, why_not
@@ -152,6 +153,20 @@ def test_failures_and_guessing_count_and_seeds_add_no_texts() -> None:
     assert measured("none", mixed) == measured("none", mixed[::-1]), "whatever the order"
     silent = measured("gaussian:1", [scores("span", [0.0], status="failed")])
     assert silent["risk"]["mean"] == 0.2, "an attack that gives up guesses"
+    rows = [
+        scores("span", [0.0] * 9, status="failed"),
+        scores("span", [0.0], status="crashed") | {"batch": 1, "examples": [9]},
+    ]
+    wide = measured("gaussian:1", rows)
+    assert wide["risk"]["attack"] == "span"
+    family = {
+        "family": "gaussian",
+        "status": "unreached",
+        "unjudged": [],
+        "points": [{**wide, "position": 0.0, "bound": 1.0}],
+    }
+    said = outcome(family, {"at_most": 0.1, "risk": "rougeL"})
+    assert "by guessing alone" in said and "span" not in said, "an attack that named nothing reached nothing"
     worse = measured("gaussian:1", [scores("span", [0.0, 0.0, 0.0])])["risk"]
     assert worse["attack"] == "blind", "nobody does worse than guessing"
     assert measured("accumulate:9", [])["risk"] is None

@@ -230,6 +230,16 @@ def test_of_a_model_that_generates_the_worse_of_prompts_and_answers_counts() -> 
     assert not any("Of the answers" in line for line in service_findings([*unprotected, *hidden], PLAN).sentence)
 
 
+def test_the_operator_read_nothing_where_every_attack_gave_up() -> None:
+    gone = [record(a, d, None, status="failed") for a in ("knn", "decipherment", "invbert") for d in ("none", HIDDEN)]
+    found = service_findings(gone, PLAN)
+    assert found.sentence[0] == "Every attack on the service gave up: none gave a guess at the notes."
+    assert found.sentence[-1].startswith("Guessing without looking at the data sent: 10 %")
+    assert not any("read back" in line for line in found.sentence)
+    empty = [{**r, "status": "ok", "reason": ""} for r in gone]
+    assert measures(empty, service_findings(empty, PLAN)) == [], "an empty guess is no figure of the attack"
+
+
 def test_the_gate_judges_a_service() -> None:
     assert texts_needed(0.2) <= MANY
     held = service_findings(keyed(STOPPED), PLAN).verdicts

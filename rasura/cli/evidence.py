@@ -50,6 +50,7 @@ def _print(found: Comparison) -> None:
         said = f"{column}: {was or 'not in the first run'}; then {now or 'not in the second run'}"
         say(f"{'worse verdict' if column in found.worse else 'verdict'} on {said}")
     table = Table("attack", "protection", "before, %", "after, %", "difference, points", "n", "", header_style="bold")
+    table.caption = "An attack that gave up counts as guessing. Where all gave up, the figure is that of guessing."
     for c in found.changes:
         mean = ["–" if v is None else f"{percent(v):.0f}" for v in (c.before, c.after)]
         span = "–" if c.low is None or c.high is None else f"{percent_below(c.low):+.0f} to {percent_above(c.high):+.0f}"

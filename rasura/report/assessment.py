@@ -104,6 +104,8 @@ def _protections(f: Findings, rows: Sequence[Row]) -> Section:
     for r in rows:
         costs, name = dict(r.costs), f"{r.name} {tell('(baseline)')}" if r.baseline else r.name
         read = r.level.text if r.level else tell("no figure")
+        if r.level and r.silent:
+            read = tell("no guess that can be scored, which counts as guessing: {level}", level=r.level.text)
         table.append((name, r.verdict.says, read, costs[tell("bytes")], costs[tell("guarantee")]))
     return Section(
         tell("Technical measures and their effect"),
@@ -155,11 +157,12 @@ def _ended(attack: str, f: Findings) -> str:
     """How often the attack ended in which way, under all protections together."""
     every = [e for (name, _), e in f.matrix.items() if name == attack]
     tried, scored, gave_up, crashed = (sum(getattr(e, n) for e in every) for n in ("cells", "scored", "gave_up", "crashed"))
+    labels = sum(e.labels for e in every)
+    absent = tried - scored - gave_up - crashed
     said = tell(
         "of {tried} attempts {scored} gave a guess, {gave_up} gave up, {crashed} crashed, {absent} did not apply",
-        tried=tried, scored=scored, gave_up=gave_up, crashed=crashed, absent=tried - scored - gave_up - crashed,
+        tried=tried, scored=scored, gave_up=gave_up, crashed=crashed, absent=absent,
     )  # fmt: skip
-    labels = sum(e.labels for e in every)
     return f"{said}; {tell('{count} named labels and no text', count=labels)}" if labels else said
 
 

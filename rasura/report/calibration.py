@@ -91,7 +91,7 @@ def _reached(part: Mapping[str, Any], metric: str, target: str) -> str:
 
 
 def _by(point: Mapping[str, Any]) -> str:
-    return tell("guessing alone") if point["risk"]["attack"] == "blind" else str(point["risk"]["attack"])
+    return tell("guessing alone") if (r := point["risk"])["attack"] == "blind" or r.get("silent") else str(r["attack"])
 
 
 def recommendation(result: Mapping[str, Any]) -> str:

@@ -10,6 +10,7 @@ from rasura.report.matrix import Entry
 from rasura.report.readings import reading
 from rasura.report.scores import (
     Setting,
+    answered,
     gave_up,
     guessing,
     names_labels_alone,
@@ -41,9 +42,9 @@ def entry_of(
     levels = {
         place: reading(attack, some, {}, metric).counted.level if of_text else None for place, some in settings.items()
     }
-    answered = {place: any(r["status"] == "ok" and not gave_up(r) for r in some) for place, some in settings.items()}
+    told = {place: any(answered(r, metric) for r in some) for place, some in settings.items()}
     # Where it gave up, its level is that of guessing.
-    place = max(levels, key=lambda p: (answered[p], -1.0 if (level := levels[p]) is None else level.mean))
+    place = max(levels, key=lambda p: (told[p], -1.0 if (level := levels[p]) is None else level.mean))
     blind = guessing(settings[place], metric)
     return Entry(
         attack,
@@ -60,6 +61,7 @@ def entry_of(
         sum(r["wall_seconds"] for r in settings[place]) / len(settings[place]),
         sum(map(names_labels_alone, records)),
         place,
+        levels[place] is not None and not told[place],
     )
 
 

@@ -56,7 +56,7 @@ def findings(
     verdicts = {c: _verdict(by_column[c], every, metric, images) for c in columns}
     for c in columns:
         own = [a for a in attacks if a != BLIND]  # guessing is what the attacks are compared with, not one of them
-        means = {a: e.level.mean for a in own if (e := matrix.get((a, c))) and e.level}
+        means = {a: (not e.silent, e.level.mean) for a in own if (e := matrix.get((a, c))) and e.level}
         if means:
             best[c] = matrix[max(means, key=means.__getitem__), c]
     baseline = tuple(c for c in columns if plain(verdicts[c].defense))
@@ -214,9 +214,9 @@ def summary_of(f: Findings) -> dict[str, Any]:
         "crashed": f.crashed,
         "matrix": [
             {
-                "attack": e.attack, "defense": e.defense, "level": e.level.__dict__ if e.level else None, "blind": e.blind,
-                "notes": e.notes, "n_cells": e.cells, "gave_up": e.gave_up, "crashed": e.crashed, "verified": e.verified,
-                "reasons": list(e.reasons), "threat": e.setting[0], "batch_size": e.setting[1],
+                "attack": e.attack, "defense": e.defense, "level": e.level.__dict__ if e.level else None, "silent": e.silent,
+                "blind": e.blind, "notes": e.notes, "n_cells": e.cells, "gave_up": e.gave_up, "crashed": e.crashed,
+                "verified": e.verified, "reasons": list(e.reasons), "threat": e.setting[0], "batch_size": e.setting[1],
             }
             for e in f.matrix.values()
         ],

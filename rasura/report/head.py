@@ -129,7 +129,8 @@ def origin(
 
 def means(f: Findings, plan: Mapping[str, Any], made: Made) -> str:
     """How long the strongest attack on the worst column took, and on which machine."""
-    worst = max(f.best.values(), key=lambda e: e.level.mean if e.level else 0.0, default=None)
+    told = (e for e in f.best.values() if not e.silent)
+    worst = max(told, key=lambda e: e.level.mean if e.level else 0.0, default=None)
     if worst is None:
         return tell("no attack gave a result, on {machine}", machine=machine(made))
     where = tell("without protection") if worst.defense in f.baseline else tell("under {name}", name=worst.defense)

@@ -8,7 +8,7 @@ from typing import Any
 from rasura.report.missing import nothing_sent
 from rasura.report.pooled import texts_needed
 from rasura.report.readings import reading
-from rasura.report.scores import Record, about_texts, cells_of, gave_up, guessing, without_a_figure
+from rasura.report.scores import Record, about_texts, answered, cells_of, gave_up, guessing, without_a_figure
 from rasura.report.sentence import HEADLINE
 from rasura.report.verdicts import READS, Verdict, unmeasured, verdict
 
@@ -34,8 +34,9 @@ def point(
         tried = [r for r in records if r["attack"] == name]
         read = reading(name, tried, cells_of(records, risk), risk).counted
         if read.level is not None:
-            silent = {"failed": sum(map(gave_up, tried)), "cells": len(tried)}
-            levels.append({"attack": name, **read.level.__dict__, **silent, "works": read.yardstick})
+            ended = {"failed": sum(map(gave_up, tried)), "cells": len(tried)}
+            ended["silent"] = not any(answered(r, risk) for r in tried)
+            levels.append({"attack": name, **read.level.__dict__, **ended, "works": read.yardstick})
     sent = [r for r in records if r["sent_bytes"]]
     found = verdict(setting, records, baseline, risk, images=images)
     if not images and found.word != READS:

@@ -10,7 +10,7 @@ from rasura.core.rounding import percent
 from rasura.report.labels import LabelReading
 from rasura.report.language import recorded
 from rasura.report.pooled import Level
-from rasura.report.scores import Setting
+from rasura.report.scores import BLIND, Setting
 from rasura.report.verdicts import Verdict
 
 ACCUMULATE = "frozen-embeddings+accumulate:1.0d, which waits for as many different tokens as the model is wide"
@@ -62,9 +62,11 @@ class Entry:
 
     ``level``: of the examples that were measured, those where the attack gave up at the score of guessing. Of several threat
     models or batch sizes ``setting`` is the one where the attack read most; ``level``, ``blind``, ``seconds``, ``verified``
-    and ``notes``, the number of examples that can be scored, are of it alone. ``verified``: how many of these have a proven
-    guess, each counted once. ``mark``: value, ``labels`` (named labels and no text: see ``labels`` of the findings), ``·``
-    (gave up everywhere), ``!`` (crashed) or ``–`` (not applicable).
+    and ``notes``, the number of examples that can be scored, are of it alone. ``silent``: no guess there can be scored, so
+    that ``level`` is that of guessing, and nothing was read. Of the ``cells``, ``scored`` gave a guess at the data, and
+    ``labels`` named labels alone. ``verified``: how many examples have a proven guess, each counted once. ``mark``: value,
+    ``labels`` (named labels and no text: see ``labels`` of the findings), ``·`` (gave up), ``!`` (crashed), ``?`` (no guess
+    can be scored) or ``–`` (not applicable).
     """
 
     attack: str
@@ -81,13 +83,16 @@ class Entry:
     seconds: float
     labels: int = 0
     setting: Setting = ("honest-server", 1)
+    silent: bool = False
 
     @property
     def mark(self) -> str:
         """What the cell shows."""
-        if self.scored and self.level is not None:
+        if self.level is not None and not self.silent:
             return f"{percent(self.level.mean):.0f}"
-        return "!" if self.crashed else "labels" if self.labels else "·" if self.gave_up else "–"
+        if self.crashed or self.labels:
+            return "!" if self.crashed else "labels"
+        return "·" if self.gave_up else "?" if self.scored else "–"
 
     @property
     def coverage(self) -> tuple[int, int] | None:
@@ -145,6 +150,12 @@ class Findings:
     labels: tuple[LabelReading, ...] = ()
     settings: int = 1
     unfinished: str = ""
+
+    @property
+    def all_gave_up(self) -> bool:
+        """Whether every attempt of every attack ended, and none guessed anything, no text and no label."""
+        tried = [e for (attack, _), e in self.matrix.items() if attack != BLIND]
+        return bool(tried) and not self.unfinished and all(e.gave_up == e.cells for e in tried)
 
     def figure(self, column: str) -> Entry | None:
         """The strongest attack on ``column`` with its figure. None where no attack has one, or where something that was

@@ -44,6 +44,11 @@ class Row:
         """What the strongest attack read."""
         return None if self.entry is None else self.entry.level
 
+    @property
+    def silent(self) -> bool:
+        """Whether no attack gave a guess that can be scored, so that ``level``, if there is one, is that of guessing."""
+        return self.entry is not None and self.entry.silent
+
 
 def protection_rows(
     f: Findings, plan: Mapping[str, Any], records: Sequence[Mapping[str, Any]], made: Made

@@ -51,6 +51,11 @@ def gave_up(record: Record) -> bool:
     return record["status"] == "failed" or (record["status"] == "ok" and not record["scores"])
 
 
+def answered(record: Record, metric: str) -> bool:
+    """Whether the attack has a figure of its own: it gave a guess that can be scored by ``metric``."""
+    return not gave_up(record) and bool(scored(record, metric))
+
+
 def names_labels_alone(record: Record) -> bool:
     """Whether the attack named labels of this update, and no text."""
     return record["status"] == "ok" and set(record["scores"]) == {LABELS}

@@ -19,12 +19,18 @@ OF_TOKENS = (HEADLINE, RISK)
 """Metrics that have a value for every text of which the tokenizer knows a word."""
 
 
+def told_first(columns: Iterable[str], best: Mapping[str, Entry]) -> str | None:
+    """The first of ``columns`` under which an attack gave a guess, else the first that has a figure; None without any."""
+    named = [c for c in columns if c in best]
+    return next((c for c in named if not best[c].silent), named[0] if named else None)
+
+
 def headline(
     columns: Iterable[str], best: Mapping[str, Entry], records: Sequence[Mapping[str, Any]]
 ) -> tuple[str | None, list[Mapping[str, Any]]]:
-    """The first of ``columns`` that has a figure, and its records in the setting where most was read. None where no column
-    has a figure: the records of one setting then."""
-    name = next((c for c in columns if c in best), None)
+    """``told_first``, and its records in the setting where most was read. None where no column has a figure: the records of
+    one setting then."""
+    name = told_first(columns, best)
     if name is None:
         return None, [r for r in records if setting_of(r) == setting_of(records[0])]
     return name, [r for r in records if r["column"] == name and setting_of(r) == best[name].setting]
@@ -34,15 +40,8 @@ def sentence(f: Findings, records: Sequence[Mapping[str, Any]]) -> list[str]:
     """The sentences that a report of an audit begins with."""
     name, here = headline((*f.baseline, *f.columns), f.best, records)
     blank, labels = [*left_out(f), *of_what_is_left(f, records)], _labels(f)
-    if name is None or f.blind is None:
-        return [
-            tell(
-                "No attack on the updates gave a guess at the {many} that can be scored; the table gives the reasons.",
-                many=f.words.here.many,
-            ),
-            *blank,
-            *labels,
-        ]
+    if name is None or f.blind is None or f.best[name].silent:
+        return [_no_guess(f), *blank, *_guessing_alone(f, name), *labels]
     entry, words = f.best[name], f.words.here
     assert entry.level is not None
     held = [len(r["examples"]) or r["batch_size"] for r in here]
@@ -69,6 +68,22 @@ def sentence(f: Findings, records: Sequence[Mapping[str, Any]]) -> list[str]:
     out += [*blank, tell("Guessing without the update: {level}.", level=f.blind.text)]
     out += _named([r for r in here if r["attack"] == entry.attack])
     return [*out, *unknown_words(records), *_unruled(records), *labels]
+
+
+def _no_guess(f: Findings) -> str:
+    many = f.words.here.many
+    if f.all_gave_up:
+        return tell("Every attack on the updates gave up: none gave a guess at the {many}.", many=many)
+    return tell(
+        "No attack on the updates gave a guess at the {many} that can be scored; the table gives the reasons.", many=many
+    )
+
+
+def _guessing_alone(f: Findings, column: str | None) -> list[str]:
+    """What stands in place of a figure where attacks on ``column`` gave up; nothing where none has a figure."""
+    if column is None or f.blind is None:
+        return []
+    return [*partly(f, column), tell("Guessing without the update: {level}.", level=f.blind.text)]
 
 
 def partly(f: Findings, column: str) -> list[str]:

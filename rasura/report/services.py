@@ -13,8 +13,8 @@ from rasura.report.language import tell
 from rasura.report.matrix import Findings, Wording
 from rasura.report.pooled import Level, pooled
 from rasura.report.readings import reading
-from rasura.report.scores import notes_of, without_a_figure
-from rasura.report.sentence import RISK, covered, left_out, of_what_is_left, partly, unknown_words, where
+from rasura.report.scores import gave_up, notes_of, without_a_figure
+from rasura.report.sentence import RISK, covered, left_out, of_what_is_left, partly, told_first, unknown_words, where
 from rasura.report.verdicts import Verdict, worst_of
 
 ANSWERS = "answer_bag_f1"
@@ -56,10 +56,14 @@ def service_findings(records: Sequence[Mapping[str, Any]], plan: Mapping[str, An
 
 
 def _sentence(f: Findings, records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    name = next((c for c in (*f.baseline, *f.columns) if c in f.best), None)
-    if name is None or f.blind is None:
-        yield tell("No attack on the service gave a result that can be scored; the table gives the reasons.")
-        yield from (*left_out(f), *of_what_is_left(f, records))
+    name = told_first((*f.baseline, *f.columns), f.best)
+    guess = [] if f.blind is None else [tell("Guessing without looking at the data sent: {level}.", level=f.blind.text)]
+    if name is None or f.blind is None or f.best[name].silent:
+        if f.all_gave_up:
+            yield tell("Every attack on the service gave up: none gave a guess at the {many}.", many=f.words.here.many)
+        else:
+            yield tell("No attack on the service gave a result that can be scored; the table gives the reasons.")
+        yield from (*left_out(f), *of_what_is_left(f, records), *(() if name is None else (*partly(f, name), *guess)))
         return
     entry = f.best[name]
     assert entry.level is not None
@@ -71,8 +75,7 @@ def _sentence(f: Findings, records: Sequence[Mapping[str, Any]]) -> Iterator[str
     if entry.coverage:
         yield covered(*entry.coverage, f.words.here.many)
     yield from (*left_out(f), *of_what_is_left(f, records))
-    yield tell("Guessing without looking at the data sent: {level}.", level=f.blind.text)
-    yield from unknown_words(records)
+    yield from (*guess, *unknown_words(records))
 
 
 def _answers_read(f: Findings, answers: Findings, worst: Mapping[str, Verdict]) -> Iterator[str]:
@@ -80,7 +83,9 @@ def _answers_read(f: Findings, answers: Findings, worst: Mapping[str, Verdict]) 
     show why."""
     for column in f.columns:
         entry = answers.best.get(column)
-        if worst[column].word == f.verdicts[column].word or entry is None or entry.level is None or answers.blind is None:
+        if worst[column].word == f.verdicts[column].word or entry is None or entry.silent:
+            continue
+        if entry.level is None or answers.blind is None:
             continue
         yield tell(
             "Of the answers {where}, the operator of the service read back {level} {share}; guessing: {blind}.",
@@ -103,7 +108,7 @@ def measures(records: Sequence[Mapping[str, Any]], f: Findings) -> list[Measure]
     """Every figure of every attack, in the order of the matrix."""
     groups: dict[tuple[str, str], list[Mapping[str, Any]]] = defaultdict(list)
     for r in records:
-        if r["status"] == "ok" and r["attack"] != CLIENT:
+        if r["status"] == "ok" and r["attack"] != CLIENT and not gave_up(r):
             groups[r["attack"], column_of(r["update"], r["defense"])].append(r)
     out = []
     for (attack, column), some in groups.items():
