@@ -214,7 +214,10 @@ def test_an_assessment_says_which_attempts_named_labels_alone() -> None:
     plan = {"model": "m", "task": "classification", "attacks": ["span"], "limit": 4, "data": "notes.jsonl"}
     said = markdown(assessment(findings(rows), plan, rows, Made(), ["x"]))
     assert (
-        "| labels | of 4 attempts 4 gave a guess, 0 gave up, 0 crashed, 0 did not apply; 4 named labels and no text |"
+        "| labels | of 4 attempts 0 gave a guess, 0 gave up, 0 crashed, 0 did not apply; 4 named labels and no text |"
         in said
     )
+    mixed = [{**r, "data": "d"} for r in (*labelled(1, 1.0, 0.5), record("labels", note=9, status="failed"))]
+    told = markdown(assessment(findings(mixed), plan, mixed, Made(), ["x"]))
+    assert "of 5 attempts 0 gave a guess, 1 gave up, 0 crashed, 0 did not apply; 4 named labels and no text" in told
     assert "| span | of 4 attempts 4 gave a guess, 0 gave up, 0 crashed, 0 did not apply |" in said

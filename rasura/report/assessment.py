@@ -158,7 +158,7 @@ def _ended(attack: str, f: Findings) -> str:
     every = [e for (name, _), e in f.matrix.items() if name == attack]
     tried, scored, gave_up, crashed = (sum(getattr(e, n) for e in every) for n in ("cells", "scored", "gave_up", "crashed"))
     labels = sum(e.labels for e in every)
-    absent = tried - scored - gave_up - crashed
+    absent = tried - scored - labels - gave_up - crashed
     said = tell(
         "of {tried} attempts {scored} gave a guess, {gave_up} gave up, {crashed} crashed, {absent} did not apply",
         tried=tried, scored=scored, gave_up=gave_up, crashed=crashed, absent=absent,

@@ -54,7 +54,7 @@ def entry_of(
         tuple(sorted({r["reason"] for r in records if r["reason"]})),
         notes[place],
         len(records),
-        sum(r["status"] == "ok" and not gave_up(r) for r in records),
+        sum(r["status"] == "ok" and not gave_up(r) and not names_labels_alone(r) for r in records),
         sum(map(gave_up, records)),
         sum(r["status"] == "crashed" for r in records),
         len({n for r in settings[place] if r["confidence"] == "verified" for n, _, _ in scored(r, metric)}),

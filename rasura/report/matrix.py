@@ -64,9 +64,9 @@ class Entry:
     models or batch sizes ``setting`` is the one where the attack read most; ``level``, ``blind``, ``seconds``, ``verified``
     and ``notes``, the number of examples that can be scored, are of it alone. ``silent``: no guess there can be scored, so
     that ``level`` is that of guessing, and nothing was read. Of the ``cells``, ``scored`` gave a guess at the data, and
-    ``labels`` named labels alone. ``verified``: how many examples have a proven guess, each counted once. ``mark``: value,
-    ``labels`` (named labels and no text: see ``labels`` of the findings), ``·`` (gave up), ``!`` (crashed), ``?`` (no guess
-    can be scored) or ``–`` (not applicable).
+    ``labels`` named labels alone; none is both. ``verified``: how many examples have a proven guess, each counted once.
+    ``mark``: value, ``labels`` (named labels and no text: see ``labels`` of the findings), ``·`` (gave up), ``!`` (crashed),
+    ``?`` (no guess can be scored) or ``–`` (not applicable).
     """
 
     attack: str
