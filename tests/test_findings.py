@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from rows import GUESS, MANY, METRIC, READ, column, record, stored
 
+from rasura.core.records import LABELS
 from rasura.report.assessment import assessment, markdown
 from rasura.report.findings import findings, summarise
 from rasura.report.head import Made
@@ -209,6 +210,33 @@ def test_what_guessing_scores_is_not_said_to_have_been_read_where_every_attack_g
     page, said = render(stored(rows), PLAN), markdown(assessment(found, PLAN, stored(rows), Made(), ["x"]))
     for told in (page, said, text_of(rows)):
         assert not any(false in told for false in ("the server read back", "span read", "span took"))
+
+
+def test_nothing_was_recovered_is_said_only_where_every_attack_ended_and_guessed_nothing() -> None:
+    def shown(*rows: dict[str, Any]) -> str:
+        told = stored([*rows, *(record("blind", value=GUESS, note=k) for k in range(3))])
+        return render(told, PLAN).split('id="evidence"')[1].split('class="small"><span')[0].split('id="price"')[0]
+
+    gone, said = column("span", "none", [None] * 3, "failed"), "Nothing was recovered."
+    assert said in shown(*gone) and said in shown(record("span"))
+    labels = {LABELS: {"per_record": [1.0]}}
+    named = [record("idlg", note=k, scores=labels, blind={**scores(METRIC, GUESS), **labels}) for k in range(3)]
+    reason, above = "The reasons are below.", "What was named of labels stands above."
+    crashed, other = (column("tag", "none", [None] * 3, ended) for ended in ("crashed", "not_applicable"))
+    blank = [record("span", value=math.nan, note=k) for k in range(3)]
+    for rows, more in (
+        (crashed, reason),
+        (other, reason),
+        (blank, ""),
+        (named, above),
+        ([*gone, *crashed], reason),
+        ([], ""),
+    ):
+        told = shown(*rows)
+        assert said not in told and f"No attack gave a guess to show. {more}".strip() in told
+        assert [text in told for text in (reason, above)] == [more == reason, more == above]
+    part = stored(gone)
+    assert said not in render(part, PLAN, Made((), {"cells": 9})), "the results that are not here may have read something"
 
 
 def test_a_guess_is_told_before_what_an_attack_that_gave_up_would_guess() -> None:
