@@ -216,6 +216,32 @@ def test_no_text_that_is_measured_on_is_trained_on(different: int, held: int, ap
     assert len(train) == 4 * different and len(kept) == 1 and not set(kept) & set(train)
 
 
+def test_the_scale_is_for_the_texts_that_all_agree_on_and_a_client_with_more_says_so(
+    app_modules: Path, folder: Path, said: pytest.LogCaptureFixture
+) -> None:
+    """The scale was for 64 texts whatever a client had, and nothing told that the rest of its training was cut off."""
+    many = folder / "many.jsonl"
+    rows = [{"text": f"w{20 + k % 200} w{30 + k // 200} w{100 + k % 90}", "label": 1} for k in range(400)]
+    many.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    clients = [{"data": str(many)}, {"data": str(folder / "texts.jsonl")}]
+    once = {"nodes": clients, "num-server-rounds": 1}
+    cut = re.compile(r"round 1: \d+ of this client's \d+ hidden entries lie beyond the agreed scale, and are cut")
+    rounds = simulated(app_modules, folder, **once)
+    assert rounds["1"]["train"]["rasura-beyond"] > 0 and cut.search(said.text)
+    assert "takes 40 steps on 320 texts, but the agreed scale is for 8, those of 64 texts" in said.text
+    assert "steps on 8 texts" not in said.text
+    for given in ({"scale-texts": 320}, {"defense": "none"}):
+        said.clear()
+        rounds = simulated(app_modules, folder, **once, **given)
+        assert not rounds["1"]["train"].get("rasura-beyond") and "agreed scale" not in said.text
+
+    task = importlib.import_module("federated.task")
+    for told, texts in (({}, 64), ({"limit": 9}, 9), ({"update": "local:batch=8/examples=24", "limit": 9}, 24)):
+        assert task.scale_texts(configured(app_modules, folder, **told)) == texts
+    with pytest.raises(InputError, match="scale-texts is 0; expected the most texts that any client trains on"):
+        task.scale_texts(configured(app_modules, folder, **{"scale-texts": 0}))
+
+
 def test_the_app_has_no_accuracy_of_outputs_that_are_not_finite(app_modules: Path, folder: Path) -> None:
     task = importlib.import_module("federated.task")
     made = task.prepared(configured(app_modules, folder))

@@ -159,5 +159,15 @@ def protected(
         message, _ = applied(part, message, state, rng)
     data = to_bytes(message)
     figures = {"bytes": float(len(data)), "cpu-seconds": time.process_time() - start}
-    beyond = message.header.get("beyond")  # only where values are cut to an agreed scale
-    return data, figures if beyond is None else {**figures, "beyond": float(beyond)}
+    return data, {**figures, **_beyond(message, agreement.count, ticket.round)}
+
+
+def _beyond(message: Message, hidden: int, number: int) -> dict[str, float]:
+    """How many entries were cut to the agreed scale, where there is one; the log says so if any were."""
+    beyond = message.header.get("beyond")
+    if beyond:
+        log(
+            f"round {number}: {beyond} of this client's {hidden} hidden entries lie beyond the agreed scale, and are cut to "
+            "it; a larger first_scale at the server keeps them"
+        )
+    return {} if beyond is None else {"beyond": float(beyond)}
