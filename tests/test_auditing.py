@@ -49,7 +49,7 @@ def test_reference_text_is_granted_and_may_not_hold_the_audited_texts(model_fold
     assert {r.details["prior"] for r in with_text.run(store)} == {"reference text"}
     store.close()
     reference.write_text(json.dumps({"text": TEXTS[1], "label": 0}))
-    with pytest.raises(InputError, match="1 of the audited texts"):
+    with pytest.raises(InputError, match="audited texts in 1 of its rows"):
         Audit(plan)
 
 

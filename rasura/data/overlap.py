@@ -6,18 +6,36 @@ import hashlib
 import json
 import re
 import unicodedata
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
 
 from rasura.core.errors import InputError
+from rasura.core.letters import MARKS, UNSPACED, of_category
 from rasura.data.text import Example
 
-_NO_WORD = re.compile(r"[\W_]+")
+_SPELLED = f"[^\\W_{UNSPACED}](?:[a-z0-9]+|[^\\W_{UNSPACED}]|[{MARKS}]|(?<=\\d)[^\\w\\s](?=\\d))*"
+_SIGNED = rf"(?<!\S)(?:-\.?|\.)(?=\d){_SPELLED}"
+_WORD = re.compile(f"{_SPELLED}|{_SIGNED}|[{UNSPACED}][{MARKS}]*|[{of_category('Sm')}]")
+"""A word with the marks on its letters; a number with its sign, its point and what stands between its digits; a mathematical
+sign. In a script without spaces, each character is a word."""
+
+RUN = 5
+"""From so many words on, a text is looked for within longer ones: fewer may stand together by chance."""
+
+
+def _words(text: str) -> tuple[list[str], str]:
+    """The words of ``text``, and all of it, without case."""
+    folded = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold())
+    folded = folded.replace("i\u0307", "i").replace("\u2212", "-")  # the Turkish capital İ, and a minus
+    return _WORD.findall(folded), folded
 
 
 def wording(text: str) -> str:
-    """``text`` without case, spaces and punctuation; a text without letters and digits is unchanged."""
-    folded = unicodedata.normalize("NFKC", text).casefold()
-    return _NO_WORD.sub("", folded) or folded.strip()
+    """``text`` without case, spaces and punctuation; a text without letters and digits is unchanged. Accents, vowel signs,
+    mathematical signs and what belongs to a number stay: 1.5 is not 15, and -40 not 40."""
+    words, folded = _words(text)
+    return "".join(words) or folded.strip()
 
 
 def wording_of(example: Example) -> tuple[str, str]:
@@ -37,16 +55,38 @@ def parts(examples: Iterable[Example]) -> Iterator[str]:
 
 
 def shared(private: Iterable[Example], public: Sequence[Example]) -> list[int]:
-    """Indices of the rows in ``public`` that contain a private text, or one text of a private pair."""
+    """Indices of the rows in ``public`` that are a private text, or one text of a private pair."""
     known = {wording(t) for t in parts(private)}
     return [k for k, e in enumerate(public) if any(wording(t) in known for t in parts([e]))]
 
 
+def holding(private: Iterable[Example], public: Sequence[Example]) -> list[int]:
+    """Indices of the rows in ``public`` that hold a private text, or one text of a private pair: as a whole, or from ``RUN``
+    words on within a longer text."""
+    texts = list(parts(private))
+    known, runs = set(map(wording, texts)), {wording(t) for t in texts if len(_words(t)[0]) >= RUN}
+    first = min(map(len, runs), default=0)
+    lengths: dict[str, set[int]] = defaultdict(set)
+    for run in runs:
+        lengths[run[:first]].add(len(run))
+
+    def held(text: str) -> bool:
+        words, folded = _words(text)
+        whole, edges = "".join(words), [0, *accumulate(map(len, words))]
+        if (whole or folded.strip()) in known:
+            return True
+        ends = set(edges)
+        spans = ((at, at + n) for at in edges for n in lengths.get(whole[at : at + first], ()))
+        return any(end in ends and whole[at:end] in runs for at, end in spans)
+
+    return [k for k, e in enumerate(public) if any(map(held, parts([e])))]
+
+
 def refuse_shared(private: Iterable[Example], public: Sequence[Example], source: str, hint: str = "") -> None:
-    """Raise ``InputError`` if ``public``, the rows of ``source``, contain private texts: the adversary would already know
+    """Raise ``InputError`` if ``public``, the rows of ``source``, hold private texts: the adversary would already know
     them."""
-    if found := shared(private, public):
+    if found := holding(private, public):
         raise InputError(
-            f"{source} contains {len(found)} of the audited texts (ignoring case, spaces and punctuation); "
-            f"expected other texts of the same kind{hint}"
+            f"{source} holds audited texts in {len(found)} of its rows, as a whole or within a longer text (ignoring case, "
+            f"spaces and punctuation); expected other texts of the same kind{hint}"
         )

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import numpy as np
 
 from rasura.core.interfaces import Unavailable
+from rasura.core.letters import MARKS, UNSPACED
 from rasura.core.specs import MetricSpec
 from rasura.core.values import UNKNOWN, Reconstruction, Transcript
 from rasura.metrics.matching import UNREAD, assign, own_tokens, paired, read_texts, unknown_words
@@ -37,13 +38,7 @@ class TextMetric:
         return [value if self.units(text) else nan for text, (value, _) in zip(seen, pairs, strict=True)]
 
 
-UNSPACED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff"
-"""Scripts of which every character counts as a word: Thai, Lao, Burmese, Khmer, Japanese, Chinese, Korean."""
-
-_MARKS = "".join(c for c in map(chr, range(0x300, 0x20000)) if unicodedata.category(c) in ("Mn", "Mc"))
-"""What stands on or beside a letter: accents, and the vowel signs of Hindi, Tamil, Arabic and Hebrew."""
-
-WORD = re.compile(f"[{UNSPACED}]|[^\\W_{UNSPACED}](?:[^\\W_{UNSPACED}]|[{_MARKS}])*")
+WORD = re.compile(f"[{UNSPACED}]|[^\\W_{UNSPACED}](?:[^\\W_{UNSPACED}]|[{MARKS}])*")
 """A word that is written with letters or digits, in lower case, with their marks."""
 
 

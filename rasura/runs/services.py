@@ -23,7 +23,7 @@ from rasura.core.rng import generator
 from rasura.core.run_store import RunStore
 from rasura.core.threat import SERVICE_OPERATOR, observe_service, own_copy, service_transcript
 from rasura.core.unchanged import Lent, tensors_of
-from rasura.data.overlap import refuse_shared, shared
+from rasura.data.overlap import holding, refuse_shared
 from rasura.data.text import Example, columns_of, load_examples
 from rasura.registry import SERVICE_ATTACKS, SERVICE_METRICS, SERVICE_PROTECTIONS, service_attack
 from rasura.registry.services import check_same, files_of
@@ -272,7 +272,7 @@ def _reference(plan: ServicePlan, picked: Sequence[Example]) -> tuple[str, ...]:
     other = load_examples(plan.reference, columns=columns_of(plan))
     if not plan.drop_shared:
         refuse_shared(picked, other, plan.reference, ", or set drop_shared = true to leave them out")
-    left_out = set(shared(picked, other))
+    left_out = set(holding(picked, other))
     return tuple(_text(e) for k, e in enumerate(other) if k not in left_out)[: plan.references]
 
 
