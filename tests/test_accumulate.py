@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 from training_setting import RECIPE, figures, rows
 
+from rasura.attacks.shared.verify import in_span
 from rasura.attacks.updates.span.leverage import or_by_leverage
 from rasura.core.accumulation import Accumulator, gathered, needed_tokens, tokens_in, width
 from rasura.core.batches import Batch
@@ -107,6 +108,9 @@ def test_words_that_come_often_stand_out_of_a_full_row_space() -> None:
 
     guess = or_by_leverage(fails, seen)
     assert set(guess.tokens[0]) == set(often) and (guess.confidence, guess.ordered) == ("matched", False)
+    for ordered, known, stays in ((True, 4, True), (True, 2, False), (False, 4, False)):
+        read = in_span((tuple(often[:known]),), seen, believed=False, ordered=ordered)
+        assert (or_by_leverage([read].pop, seen) == read) is stays, "an order is not given up for a few words"
     noise = {n: torch.randn(g.shape, generator=generator(1)) for n, g in seen.gradients.items()}
     with pytest.raises(AttackFailed, match="every token"):
         or_by_leverage(fails, replace(seen, message=replace(seen.message, gradients=noise)))

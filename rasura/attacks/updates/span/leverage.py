@@ -45,7 +45,8 @@ words stand out at every place."""
 
 
 def or_by_leverage(read: Callable[[], Reconstruction], seen: Observation) -> Reconstruction:
-    """What ``read`` gives; the bag of words by leverage where that fails, or has no proof and names fewer words."""
+    """What ``read`` gives; the bag of words by leverage where that fails, or has no proof and names fewer words. Texts in
+    order stay that name at least half of the bag's words: their order is worth more than a few words."""
     try:
         guess = read()
     except AttackFailed:
@@ -57,7 +58,7 @@ def or_by_leverage(read: Callable[[], Reconstruction], seen: Observation) -> Rec
         if guess.confidence != "matched":
             return guess
         bag, room = words_by_leverage(seen)
-        if len(bag) <= len(named):
+        if len(bag) <= len(named) or (guess.ordered and 2 * len(named.intersection(bag)) >= len(bag)):
             return guess
     size = seen.batch_size if Grant.BATCH_SIZE in seen else 1
     details = {"distinct_tokens": len(bag), "by_leverage": True, "outside": room}
