@@ -127,7 +127,7 @@ def test_a_key_does_not_hang_on_how_a_setting_is_spelled() -> None:
 def test_the_same_texts_are_read_behind_each_key(tmp_path: Path, model_folder: Path) -> None:
     data, other = tmp_path / "data.jsonl", tmp_path / "other.jsonl"
     notes(data, TEXTS)
-    notes(other, [f"{t} w{k}" for k, t in enumerate(TEXTS)])
+    notes(other, [" ".join([f"w{k}", *reversed(t.split())]) for k, t in enumerate(TEXTS)])
     plan = ServicePlan(
         str(data), str(other), model=str(model_folder), protections=("obfuslm:k=4",), attacks=("knn",), limit=len(TEXTS)
     )

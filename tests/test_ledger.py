@@ -449,6 +449,10 @@ def test_every_ordered_pair_is_proven_refused_or_has_no_guarantee(
     first: str, second: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = "+".join(map(written, (first, second)))
+    if first == "sealing" and any(part.stage is Stage.WIRE for part in parse_defense(written(second))):
+        with pytest.raises(InputError, match=r"behind sealing|seals twice"):
+            parse_defense(text)
+        return
     wanted = expected(first, second)
     if wanted == "refused":
         with pytest.raises(InputError, match="both aggregate the batch"):
