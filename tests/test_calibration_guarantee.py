@@ -49,6 +49,15 @@ def command(made: Calibration, setting: str = SETTING) -> list[str]:
     return shlex.split(applied(setting, made.plan.canonical(), made._told_training())[0])[1:]
 
 
+def not_computed(made: Calibration, folder: Path) -> str:
+    """Why the guarantee of ``SETTING`` is not computed, which is why its command refuses to train."""
+    stated = made._guarantee(SETTING)
+    made.close()
+    refused = CliRunner().invoke(app, [*command(made), "--out", str(folder)])
+    assert stated["statement"] == f"not computed: {refused.exception}" and "epsilon" not in stated
+    return str(stated["statement"])
+
+
 def with_copies(folder: Path) -> Path:
     """Thirty texts, twelve of them in three rows each."""
     path = notes(folder)
@@ -125,11 +134,7 @@ def test_a_guarantee_of_a_training_that_would_be_refused_is_not_computed(model_f
     with data.open("a") as file:
         file.write(json.dumps({"text": "w1 " * 600, "label": 0}) + "\n")
     made = prepared(tmp_path / "found", model_folder, data=str(data))
-    stated = made._guarantee(SETTING)
-    made.close()
-    refused = CliRunner().invoke(app, [*command(made), "--out", str(tmp_path / "trained")])
-    assert stated["statement"] == f"not computed: {refused.exception}" and "tokens" in stated["statement"]
-    assert "epsilon" not in stated
+    assert "tokens" in not_computed(made, tmp_path / "trained")
 
 
 def test_a_guarantee_is_not_computed_where_nothing_is_left_to_judge_the_training_on(
@@ -138,11 +143,7 @@ def test_a_guarantee_is_not_computed_where_nothing_is_left_to_judge_the_training
     data = notes(tmp_path)
     data.write_text("".join(json.dumps({"text": text(k % 2), "label": k % 2}) + "\n" for k in range(30)))
     made = prepared(tmp_path / "found", model_folder, data=str(data))
-    stated = made._guarantee(SETTING)
-    made.close()
-    refused = CliRunner().invoke(app, [*command(made), "--out", str(tmp_path / "trained")])
-    assert stated["statement"] == f"not computed: {refused.exception}" and "remove repeated texts" in stated["statement"]
-    assert "epsilon" not in stated
+    assert "remove repeated texts" in not_computed(made, tmp_path / "trained")
 
 
 def test_the_terminal_says_what_a_guarantee_does_not_cover(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
