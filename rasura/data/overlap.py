@@ -25,17 +25,17 @@ RUN = 5
 
 
 def _words(text: str) -> tuple[list[str], str]:
-    """The words of ``text``, and all of it, without case."""
+    """The words of ``text`` without case, and its ``wording``."""
     folded = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold())
     folded = folded.replace("i\u0307", "i").replace("\u2212", "-")  # the Turkish capital İ, and a minus
-    return _WORD.findall(folded), folded
+    words = _WORD.findall(folded)
+    return words, "".join(words) or folded.strip()
 
 
 def wording(text: str) -> str:
     """``text`` without case, spaces and punctuation; a text without letters and digits is unchanged. Accents, vowel signs,
     mathematical signs and what belongs to a number stay: 1.5 is not 15, and -40 not 40."""
-    words, folded = _words(text)
-    return "".join(words) or folded.strip()
+    return _words(text)[1]
 
 
 def wording_of(example: Example) -> tuple[str, str]:
@@ -63,18 +63,18 @@ def shared(private: Iterable[Example], public: Sequence[Example]) -> list[int]:
 def holding(private: Iterable[Example], public: Sequence[Example]) -> list[int]:
     """Indices of the rows in ``public`` that hold a private text, or one text of a private pair: as a whole, or from ``RUN``
     words on within a longer text."""
-    texts = list(parts(private))
-    known, runs = set(map(wording, texts)), {wording(t) for t in texts if len(_words(t)[0]) >= RUN}
+    texts = [_words(t) for t in parts(private)]
+    known, runs = {whole for _, whole in texts}, {whole for words, whole in texts if len(words) >= RUN}
     first = min(map(len, runs), default=0)
     lengths: dict[str, set[int]] = defaultdict(set)
     for run in runs:
         lengths[run[:first]].add(len(run))
 
     def held(text: str) -> bool:
-        words, folded = _words(text)
-        whole, edges = "".join(words), [0, *accumulate(map(len, words))]
-        if (whole or folded.strip()) in known:
+        words, whole = _words(text)
+        if whole in known:
             return True
+        edges = [0, *accumulate(map(len, words))]
         ends = set(edges)
         spans = ((at, at + n) for at in edges for n in lengths.get(whole[at : at + first], ()))
         return any(end in ends and whole[at:end] in runs for at, end in spans)

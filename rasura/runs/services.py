@@ -270,9 +270,9 @@ def _sent_bytes(seen: ServiceObservation) -> int:
 def _reference(plan: ServicePlan, picked: Sequence[Example]) -> tuple[str, ...]:
     """The adversary's texts. Texts that contain one of the ``picked`` are refused, or left out if the plan says so."""
     other = load_examples(plan.reference, columns=columns_of(plan))
+    left_out = set(holding(picked, other)) if plan.drop_shared else set()
     if not plan.drop_shared:
         refuse_shared(picked, other, plan.reference, ", or set drop_shared = true to leave them out")
-    left_out = set(holding(picked, other))
     return tuple(_text(e) for k, e in enumerate(other) if k not in left_out)[: plan.references]
 
 

@@ -56,7 +56,7 @@ def keep(path: Path, model: Facts, said: Facts, records: Iterable[Mapping[str, A
     ``model``. ``said``: what of it is known for all ``records``; of older cells in ``path`` it may be less, and no more than
     that is stated. A cell that crashed is left out: the next run tries it again."""
     older = list(kept(path, model))
-    said = in_both(said, _head(path)) if older else said
+    said = _in_both(said, _head(path)) if older else said
     ranges: dict[str, Any] = {}
     lines: list[dict[str, Any]] = []
     every = {r.key: r.to_dict() for r in older} | {r["key"]: r for r in records}
@@ -78,7 +78,7 @@ def _rounded(value: Any) -> Any:
     return round(value, DIGITS) if isinstance(value, float) else value
 
 
-def in_both(one: Facts, other: Facts) -> Facts:
+def _in_both(one: Facts, other: Facts) -> Facts:
     """What both state of a model; of a configuration, the entries that both have."""
     found: dict[str, str | Mapping[str, str]] = {}
     for name, value in one.items():
@@ -98,7 +98,7 @@ def beside(
     found, said = list[Record](), model
     for one in (path, *sorted({*(results.parent / FOLDER).rglob("*.jsonl")} - {path})):
         if taken := list(kept(one, model, metrics, cells)):
-            found, said = found + taken, in_both(said, _head(one))
+            found, said = found + taken, _in_both(said, _head(one))
     return found, said
 
 
