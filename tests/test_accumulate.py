@@ -110,7 +110,9 @@ def test_words_that_come_often_stand_out_of_a_full_row_space() -> None:
     assert set(guess.tokens[0]) == set(often) and (guess.confidence, guess.ordered) == ("matched", False)
     for ordered, known, stays in ((True, 4, True), (True, 2, False), (False, 4, False)):
         read = in_span((tuple(often[:known]),), seen, believed=False, ordered=ordered)
-        assert (or_by_leverage([read].pop, seen) == read) is stays, "an order is not given up for a few words"
+        found = or_by_leverage([read].pop, seen)
+        assert (found.tokens == read.tokens) is stays, "an order is not given up for a few words"
+        assert found.details.get("other_words") == (2 if stays else None), "and those are told of"
     noise = {n: torch.randn(g.shape, generator=generator(1)) for n, g in seen.gradients.items()}
     with pytest.raises(AttackFailed, match="every token"):
         or_by_leverage(fails, replace(seen, message=replace(seen.message, gradients=noise)))

@@ -235,17 +235,23 @@ def test_places_that_stay_open_are_told(tmp_path: Path) -> None:
     assert found.notes == ("places that stay open, which the texts do not show: 1",)
 
 
-def test_words_of_an_update_by_other_weights_are_a_bag_that_says_so(tmp_path: Path) -> None:
-    """A client's model that was trained on: no input lies in the row space, and some words stand out near it."""
+@pytest.mark.parametrize(("share", "ordered"), [(0.02, True), (0.05, False)])
+def test_words_of_an_update_by_other_weights_say_what_is_missing(tmp_path: Path, share: float, ordered: bool) -> None:
+    """A client's model that was trained on: no input lies in the row space, and some words stand out near it. Nearly
+    the whole text can be read in order, or its words alone."""
     folder = tokenizer_folder(tiny("bert", "classification", hidden=128, num_labels=2), tmp_path / "model")
     held, theirs = load(folder, "classification"), load(folder, "classification")
     noise = generator(0)
     with torch.no_grad():
         for p in theirs.model.parameters():
-            p.add_(0.02 * float(p.std(correction=0)) * torch.randn(p.shape, generator=noise))
+            p.add_(share * float(p.std(correction=0)) * torch.randn(p.shape, generator=noise))
     words = [11, 40, 41, 42, 43, 44, 45]
     inputs = dict(theirs.tokenizer([theirs.vocabulary.text(words)], return_tensors="pt"), labels=torch.tensor([1]))
     capture(theirs.model, inputs, tmp_path / "u.safetensors")
     found = read_update(tmp_path / "u.safetensors", held, ReadRequest(attack="span", frozen_embeddings=True))
-    assert found.confidence == "matched" and not found.ordered and set(found.tokens[0]) == set(words)
-    assert OUTSIDE in found.notes
+    assert found.confidence == "matched" and found.ordered == ordered
+    if ordered:
+        assert found.texts == (theirs.vocabulary.text(words[:-1]),)
+        assert found.notes == ("other words that stand out in the update, which the texts do not show: 1",)
+    else:
+        assert set(found.tokens[0]) == set(words) and OUTSIDE in found.notes

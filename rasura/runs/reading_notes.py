@@ -27,6 +27,8 @@ def notes(guess: Reconstruction, victim: Victim, request: ReadRequest) -> tuple[
         of = len(tokens) + int(twins)
         out.append(f"{twins} of {of} tokens stay open, since the embeddings of other words are equal or nearly so")
     out += ["texts that are a beginning of this one may be in the update as well"] if guess.details.get("beginnings") else []
+    if others := guess.details.get("other_words"):
+        out.append(f"other words that stand out in the update, which the texts do not show: {others}")
     out += _left_out(guess, words)
     if batch_size is not None and 0 < texts < batch_size:
         # Even a proof says nothing of these: the update is the same without them.

@@ -9,6 +9,7 @@ directions, where leverage is larger by orders of magnitude.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -46,7 +47,7 @@ words stand out at every place."""
 
 def or_by_leverage(read: Callable[[], Reconstruction], seen: Observation) -> Reconstruction:
     """What ``read`` gives; the bag of words by leverage where that fails, or has no proof and names fewer words. Texts in
-    order stay that name at least half of the bag's words: their order is worth more than a few words."""
+    order stay that name at least half of the bag's words: their order is worth more than a few words, which are counted."""
     try:
         guess = read()
     except AttackFailed:
@@ -58,8 +59,10 @@ def or_by_leverage(read: Callable[[], Reconstruction], seen: Observation) -> Rec
         if guess.confidence != "matched":
             return guess
         bag, room = words_by_leverage(seen)
-        if len(bag) <= len(named) or (guess.ordered and 2 * len(named.intersection(bag)) >= len(bag)):
+        if len(bag) <= len(named):
             return guess
+        if guess.ordered and 2 * len(named.intersection(bag)) >= len(bag):
+            return replace(guess, details={**guess.details, "other_words": len(set(bag) - named)})
     size = seen.batch_size if Grant.BATCH_SIZE in seen else 1
     details = {"distinct_tokens": len(bag), "by_leverage": True, "outside": room}
     return in_span((bag,) * size, seen, believed=False, ordered=False, details=details)
