@@ -10,6 +10,7 @@ import math
 import pickle
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,13 @@ from torch.utils.data import DataLoader, Subset, WeightedRandomSampler
 import rasura
 from rasura.accounting import epsilon
 from rasura.core.interfaces import Defense, InputError
+from rasura.core.rng import WithoutDropout
 from rasura.defenses.compose import chain
 from rasura.defenses.dp_sgd import dp_sgd
 from rasura.runs.drawing import ROW
 from rasura.runs.private import ProtectedTraining
 from rasura.testing.tiny import tiny
+from rasura.victims.per_example import fault
 
 pytest.importorskip("dp_accounting")
 
@@ -586,9 +589,8 @@ def trainer(folder: Path, epochs: int = 1, defense: str = "dp-sgd:0.5", **option
     from rasura.integrations.transformers import PrivateTrainer
 
     usual = {"save_strategy": "no", "logging_steps": 6, "report_to": [], "disable_tqdm": True, "use_cpu": True}
-    arguments = TrainingArguments(
-        str(folder), per_device_train_batch_size=2, num_train_epochs=epochs, **{**usual, **options}
-    )
+    options = {"per_device_train_batch_size": 2, "num_train_epochs": epochs, **usual, **options}
+    arguments = TrainingArguments(str(folder), **options)
     model = tiny("bert", "classification", num_labels=2)
     return PrivateTrainer(model, arguments, train_dataset=DATA, data_collator=collate, defense=defense)
 
@@ -608,6 +610,56 @@ def test_the_trainer_has_a_switch_and_counts(tmp_path: Path) -> None:
     assert all(0 <= float(f"{told:.4g}") - true <= 1e-3 * true for told, true in zip(logged[:2], exact, strict=True))
     with pytest.raises(InputError, match="all 12 planned releases"):
         private.train()
+
+
+def autocast() -> tuple[Any, ...]:
+    return torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled()
+
+
+@pytest.mark.parametrize("weight", [0.1, torch.nan])
+def test_a_trainer_in_bf16_leaves_autocast_as_it_was(tmp_path: Path, weight: float) -> None:
+    """It stayed on for the whole process: all later work in float32 was in bfloat16, from weights that were cached. Also
+    after a step that fails: of a weight that is not a number, no gradient is released."""
+    private, before = trainer(tmp_path, bf16=True, max_steps=2, per_device_train_batch_size=24), autocast()
+    with torch.no_grad():
+        private.model.classifier.weight[0] = weight
+    try:
+        with pytest.raises(InputError, match="no clip bounds it") if weight != weight else nullcontext():
+            private.train()
+        assert autocast() == before and private.ledger.releases == (0 if weight != weight else 2)
+        assert tiny("bert", "classification")(**collate(DATA[:2])).logits.dtype == torch.float32
+    finally:
+        torch.set_autocast_enabled("cpu", False)
+
+
+def test_a_trainer_in_bf16_clips_the_gradients_of_bf16_passes(tmp_path: Path) -> None:
+    rows: Any = [{**row, "labels": 1} for row in DATA]
+    found: dict[str, Tensor] = {}
+
+    class Looks(transformers.TrainerCallback):  # type: ignore[misc]  # transformers has no types here
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **more: Any) -> None:
+            found.update({n: p.grad.clone() for n, p in model.named_parameters()})
+
+    arguments = trainer(tmp_path, bf16=True, max_steps=1, per_device_train_batch_size=24, max_grad_norm=0).args
+    private = rasura.PrivateTrainer(
+        tiny("bert", "classification", num_labels=2), arguments, collate, rows, defense="dp-sgd:1e-7/clip=0.5",
+        callbacks=[Looks()],
+    )  # fmt: skip
+    with WithoutDropout():
+        private.train()
+    wanted = {n: torch.zeros_like(g) for n, g in found.items()}
+    for row in rows:  # each of them is in the one batch
+        alone = tiny("bert", "classification", num_labels=2).eval()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = alone(**collate([row])).loss
+        loss.backward()
+        norm = float(nn.utils.clip_grad_norm_(alone.parameters(), 0.5))
+        assert norm > 0.5
+        for n, p in alone.named_parameters():
+            wanted[n] += p.grad / len(rows)
+    apart = sum(float((found[n] - g).square().sum()) for n, g in wanted.items()) ** 0.5
+    assert apart <= 0.01 * sum(float(g.square().sum()) for g in wanted.values()) ** 0.5
+    assert fault(private.model, collate(rows)) is None  # the layers were tried in float32, as without autocast
 
 
 def test_the_trainer_takes_what_a_trainer_takes_by_name() -> None:

@@ -14,7 +14,8 @@ import copy
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -94,6 +95,19 @@ class Guard:
         for hook in (*self._hooks, self._step_hook):
             hook.remove()
         self._hooks.clear()
+
+    @contextmanager
+    def passing(self) -> Iterator[None]:
+        """Inside the block, the model is called for its own passes, without what was put around its forward: that was
+        entered already. accelerate's autocast, entered twice, would stay on for the rest of the process."""
+        held: dict[str, Any] = {} if (model := self.model()) is None else vars(model)
+        around = {"forward": held.pop("forward")} if "forward" in held else {}
+        self.inside = True
+        try:
+            yield
+        finally:
+            self.inside = False
+            held.update(around)
 
     def forget(self) -> None:
         """Before a forward pass: drop the unfinished state of an earlier one, and gradients that are no longer in use."""

@@ -170,8 +170,7 @@ class _Protected:
                 self.loader.release()
 
         step = _Step(self.guard, self.ledger, draw, rows, isinstance(self.rng, SecretGenerator), released)
-        self.guard.inside = True
-        try:
+        with self.guard.passing():
             if self.loader is not None and self.loader.alone:
                 with defended(model, defense):
                     check_unmasked(model, inputs, self.loader.alone)
@@ -179,8 +178,6 @@ class _Protected:
                 model, inputs, rows, defense, self.rng, expected=self.expected, record=step.sizes.extend,
                 most=self.most, counts=counts, kept=kept,
             )  # fmt: skip
-        finally:
-            self.guard.inside = False
         named = {n: p for n, p in model.named_parameters() if p.requires_grad}
         step.gradients = [
             (n, None if (g := message.gradients.get(n)) is None else g.to(p.device, p.dtype)) for n, p in named.items()
