@@ -17,6 +17,7 @@ from rasura.registry import parse_defense
 
 pytest.importorskip("dp_accounting")
 
+OTHERS: Any = [{"input_ids": [1, 60 + k, 3, 41, 2], "attention_mask": [1] * 5, "labels": k % 2} for k in range(4)]
 NOT_MADE = "were not made: the training ended before its plan"
 
 
@@ -113,36 +114,35 @@ def test_other_noise_takes_no_place() -> None:
     assert any(said.startswith("8 of these were not made") for said in later.spent().warnings)
 
 
-def trainer_of_five_steps(folder: Path, at_two: Callable[[Any], None], steps: int = 5) -> Any:
-    """A trainer of five ``steps``, or more, whose callback does ``at_two`` with the control after two steps."""
+def trainer_of_five_steps(
+    folder: Path, at_two: Callable[[Any], None], steps: int = 5, event: str = "on_step_end", **options: Any
+) -> Any:
+    """A trainer of five ``steps``, or more, whose callback does ``at_two`` with the control in an ``event`` after two steps.
+    The state is then in ``control.seen``."""
     from private_setting import DATA, collate
     from transformers import TrainerCallback, TrainingArguments
 
     from rasura import PrivateTrainer
     from rasura.testing.tiny import tiny
 
-    class Looks(TrainerCallback):  # type: ignore[misc]  # transformers has no types here
-        def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-            if state.global_step == 2:
-                at_two(control)
+    def looks(self: Any, args: Any, state: Any, control: Any, **more: Any) -> None:
+        if state.global_step == 2:
+            control.seen = state
+            at_two(control)
 
-    args = TrainingArguments(
-        str(folder),
-        per_device_train_batch_size=6,
-        max_steps=steps,
-        save_steps=2,
-        logging_steps=1,
-        report_to=[],
-        use_cpu=True,
-    )
+    usual = {"max_steps": steps, "save_steps": 2, "logging_steps": 1, "report_to": [], "use_cpu": True}
+    args = TrainingArguments(str(folder), per_device_train_batch_size=6, **{**usual, **options})
     model = tiny("bert", "classification", num_labels=2)
-    return PrivateTrainer(model, args, collate, DATA, defense="dp-sgd:1.0", delta=1e-3, callbacks=[Looks()])
+    return PrivateTrainer(
+        model, args, collate, DATA, OTHERS if "eval_strategy" in options else None, defense="dp-sgd:1.0", delta=1e-3,
+        callbacks=[type("Looks", (TrainerCallback,), {event: looks})()],
+    )  # fmt: skip
 
 
-def states_its_plan(trainer: Any) -> bool:
+def states_its_plan(trainer: Any, made: int = 2) -> bool:
     found = trainer.guarantee
     said = any(NOT_MADE in one for one in found.warnings)
-    return trainer.ledger.releases == 2 and said and found.epsilon == epsilon(1.0, 6 / 24, 5, 1e-3)
+    return trainer.ledger.releases == made and said and found.epsilon == epsilon(1.0, 6 / 24, 5, 1e-3)
 
 
 def test_a_trainer_that_a_callback_ends_states_its_plan(tmp_path: Path) -> None:
@@ -178,3 +178,23 @@ def test_a_trainer_that_ended_early_goes_on_to_its_plan_or_a_larger_one(steps: i
     assert trainer.ledger.releases == steps == trainer.state.global_step
     assert not any(NOT_MADE in said for said in trainer.guarantee.warnings)
     assert trainer.guarantee.epsilon == epsilon(1.0, 6 / 24, steps, 1e-3)
+
+
+@pytest.mark.parametrize("options", [{}, {"max_steps": -1, "num_train_epochs": 1.25}])
+def test_a_trainer_whose_callback_writes_its_counts_states_its_plan(options: dict[str, Any], tmp_path: Path) -> None:
+    """A callback that lowers the number of steps ends the training as well: what was made looked complete."""
+    trainer = trainer_of_five_steps(tmp_path, lambda control: setattr(control.seen, "max_steps", 3), **options)
+    trainer.train()
+    assert trainer.state.global_step == 3 == trainer.state.max_steps and states_its_plan(trainer, made=3)
+
+
+@pytest.mark.parametrize("options", [{}, {"max_steps": -1, "num_train_epochs": 1.25}])
+def test_a_trainer_plans_the_steps_that_it_makes(options: dict[str, Any], tmp_path: Path) -> None:
+    """Five steps are a pass and a quarter: the plan had two whole passes, up to which a callback could go on."""
+    trainer = trainer_of_five_steps(tmp_path, lambda control: None, **options)
+    trainer.train()
+    assert trainer.ledger.releases == 5 and not any(NOT_MADE in said for said in trainer.guarantee.warnings)
+    assert trainer.guarantee.epsilon == trainer.ledger.planned.epsilon == epsilon(1.0, 6 / 24, 5, 1e-3)
+    more = trainer_of_five_steps(tmp_path, lambda control: setattr(control.seen, "max_steps", 6), **options)
+    with pytest.raises(InputError, match="all 5 planned releases"):
+        more.train()

@@ -20,9 +20,10 @@ from rasura.accounting import Guarantee, Ledger
 from rasura.accounting.ledger import releases_in
 from rasura.core.interfaces import Defense, InputError
 from rasura.core.rounding import above
-from rasura.runs.drawing import DrawnLoader, OrderedLoader, numbered
+from rasura.runs.drawing import DrawnLoader, OrderedLoader
 from rasura.runs.earlier import LEDGER
 from rasura.runs.gradient_canaries import GradientCanaries
+from rasura.runs.loop_checks import owners_of
 from rasura.runs.marks import texts_of
 from rasura.runs.private import protect_training
 
@@ -118,13 +119,12 @@ class PrivateTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
                 data, batch_size=self._train_batch_size * self.accumulated, shuffle=True, collate_fn=collate,
                 num_workers=self.args.dataloader_num_workers, pin_memory=False,
             )  # fmt: skip
-            most = self.args.max_steps if self.args.max_steps > 0 else None
-            epochs = self.args.num_train_epochs
-            if most is not None:
-                drawn = data if self.unit is None else {*numbered(self.unit, len(self.unit))}
-                epochs = most * plain.batch_size / max(1, len(drawn))
+            # As the Trainer counts them: with fractions of epochs the plan is what it runs, and not a step more.
+            owners = owners_of(plain, self.unit)
+            every = max(1, math.ceil((len(data) if owners is None else len({*owners})) / plain.batch_size))
+            steps = self.args.max_steps if self.args.max_steps > 0 else math.ceil(self.args.num_train_epochs * every)
             done = protect_training(
-                self.model, None, plain, self.defense, epochs=math.ceil(epochs), max_steps=most, delta=self.delta,
+                self.model, None, plain, self.defense, epochs=math.ceil(steps / every), max_steps=steps, delta=self.delta,
                 target_epsilon=self.target_epsilon, poisson=self.poisson, seed=self.noise_seed,
                 physical_batch_size=self._train_batch_size if self.accumulated > 1 else None,
                 unit=self.unit, canaries=self.canaries,
@@ -195,12 +195,12 @@ class PrivateTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         try:
             return super().train(resume_from_checkpoint, ignore_keys_for_eval=ignore_keys_for_eval)
         finally:
-            self._end_early()
+            self._end()
 
-    def _end_early(self) -> None:
-        """Tell the ledger of an end before the plan: by a callback, which may have looked at figures of the model, or by an
-        error, which a text may have caused."""
-        if self.ledger is not None and self.state.global_step < self.state.max_steps:
+    def _end(self) -> None:
+        """Tell the ledger of the end. It may come before the plan: by a callback, which may have looked at figures of the
+        model, or by an error, which a text may have caused. Callbacks can write the Trainer's own counts."""
+        if self.ledger is not None:
             self.ledger.end()
 
     def _check_newest(self, place: Path) -> None:
@@ -222,7 +222,7 @@ class PrivateTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         if self.control.should_training_stop:
-            self._end_early()
+            self._end()
         if self.canaries is not None:  # first, so that no checkpoint has those of another training
             folder = Path(self._get_output_dir(trial=None)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
             self.canaries.save(_place_for(folder))
@@ -238,7 +238,7 @@ class PrivateTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         """As ``Trainer.log``, with the epsilon of the releases made so far, or of the whole plan where a callback ended it
         early, if there is a guarantee. It is rounded up to the four digits that a Trainer prints."""
         if self.control.should_training_stop:
-            self._end_early()
+            self._end()
         found = self.guarantee
         if found is not None and found.epsilon is not None:
             logs = {**logs, "epsilon": float(above(found.epsilon))}
