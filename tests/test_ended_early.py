@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rasura.accounting import Draw, Ledger, Run, epsilon
-from rasura.accounting.ledger import counted
+from rasura.accounting.ledger import counted, releases_in
 from rasura.core.errors import InputError
 from rasura.core.rounding import above
 from rasura.registry import parse_defense
@@ -18,7 +19,7 @@ from rasura.registry import parse_defense
 pytest.importorskip("dp_accounting")
 
 OTHERS: Any = [{"input_ids": [1, 60 + k, 3, 41, 2], "attention_mask": [1] * 5, "labels": k % 2} for k in range(4)]
-NOT_MADE = "were not made: the training ended before its plan"
+NOT_MADE = "of these were not made before the weights were kept"
 
 
 def ledger(defense: str, sampling: Any) -> Ledger:
@@ -198,3 +199,59 @@ def test_a_trainer_plans_the_steps_that_it_makes(options: dict[str, Any], tmp_pa
     more = trainer_of_five_steps(tmp_path, lambda control: setattr(control.seen, "max_steps", 6), **options)
     with pytest.raises(InputError, match="all 5 planned releases"):
         more.train()
+
+
+def fails(control: Any) -> None:
+    raise ArithmeticError("pruned")
+
+
+@pytest.mark.parametrize(
+    ("event", "at_two"),
+    [
+        ("on_save", lambda control: setattr(control, "should_training_stop", True)),
+        ("on_pre_optimizer_step", fails),
+        ("on_substep_end", lambda control: None),
+    ],
+)
+def test_the_last_checkpoint_states_the_plan_whenever_the_training_ended(event: str, at_two: Any, tmp_path: Path) -> None:
+    """Ended after the checkpoint was saved, by a callback or in the step after it: it stated what was made until then."""
+    trainer = trainer_of_five_steps(tmp_path, at_two, event=event)
+    with suppress(ArithmeticError):
+        trainer.train()
+    made, last = trainer.ledger.releases, max(tmp_path.glob("checkpoint-*"))
+    assert (made, last.name) == {"on_save": (2, "checkpoint-2"), "on_substep_end": (5, "checkpoint-5")}.get(
+        event, (3, "checkpoint-2")
+    )
+    found = counted(last / "rasura_ledger.json")
+    assert found.epsilon == trainer.guarantee.epsilon == epsilon(1.0, 6 / 24, 5, 1e-3)
+    assert any(NOT_MADE in said for said in found.warnings) == (made < 5)
+    assert releases_in(last / "rasura_ledger.json") == int(last.name[-1])
+    more = trainer_of_five_steps(tmp_path, lambda control: None, 8)
+    more.train(resume_from_checkpoint=True)
+    assert more.ledger.releases == 8 and more.guarantee.epsilon == epsilon(1.0, 6 / 24, 8, 1e-3)
+    assert not any(NOT_MADE in said for said in more.guarantee.warnings)
+
+
+def test_the_best_checkpoint_states_all_releases_that_chose_it(tmp_path: Path) -> None:
+    """That no later weights were better depends on all later releases; it stated those before it."""
+    best, found = tmp_path / "checkpoint-1" / "rasura_ledger.json", []
+
+    def trained(steps: int, resumed: bool) -> Any:
+        trainer = trainer_of_five_steps(
+            tmp_path, lambda control: found.append(counted(best).epsilon), steps, "on_step_begin", save_steps=1,
+            eval_strategy="steps", eval_steps=1, load_best_model_at_end=True, metric_for_best_model="early",
+        )  # fmt: skip
+        trainer.compute_metrics = lambda predicted: {"early": -trainer.state.global_step}
+        trainer.train(resume_from_checkpoint=resumed)
+        assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-1") and releases_in(best) == 1
+        assert not any(NOT_MADE in said for said in trainer.guarantee.warnings)
+        assert counted(tmp_path / f"checkpoint-{steps}" / "rasura_ledger.json") == trainer.guarantee
+        assert any(said.startswith(f"{steps - 1} {NOT_MADE}") for said in counted(best).warnings)
+        assert counted(best).epsilon == trainer.guarantee.epsilon == epsilon(1.0, 6 / 24, steps, 1e-3)
+        return trainer
+
+    trained(5, False)
+    assert found == [epsilon(1.0, 6 / 24, 2, 1e-3)], "a process that is killed leaves what was made until the last save"
+    with pytest.raises(InputError, match=r"checkpoint-\d holds \d releases, and .*checkpoint-1, to go on from, 1: "):
+        trainer_of_five_steps(tmp_path, fails).train(resume_from_checkpoint=str(best.parent))
+    trained(8, True)

@@ -8,13 +8,13 @@ from rasura.accounting.guarantees import Guarantee
 
 
 def beside(found: Guarantee, unmade: int, copies: tuple[int, int], earlier: str = "") -> Guarantee:
-    """``found``, which says how many of the releases that count were ``unmade``, of ``copies`` as ``of_copies`` does, and of
-    an ``earlier`` training of the model what that sentence says."""
+    """``found``, which says how many of the releases that count are not in the weights (``unmade``), of ``copies`` as
+    ``of_copies`` does, and of an ``earlier`` training of the model what that sentence says."""
     if found.epsilon is None and found.otherwise is None:
         return found
     ended = (
-        f"{unmade} of these were not made: the training ended before its plan. They count, since when it ended may depend "
-        "on the texts"
+        f"{unmade} of these were not made before the weights were kept. They count, since when the training ended, or which "
+        "of its weights were kept, may depend on the texts"
     )
     more = [*([ended] if unmade else []), *of_copies(*copies, "at least "), *([earlier] if earlier else [])]
     return replace(found, warnings=(*found.warnings, *more))

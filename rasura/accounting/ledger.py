@@ -224,9 +224,13 @@ class Ledger:
         self.runs, self._passes, self.planned, self.copies = runs, passes, whole, copies_in(state)
         self.unmade, self.earlier = unmade, state.get("earlier", "")
 
-    def save(self, path: str | Path) -> None:
-        """Write ``state_dict`` as JSON."""
-        Path(path).write_text(json.dumps(self.state_dict(), indent=1) + "\n", encoding="utf-8")
+    def save(self, path: str | Path, *, made: int | None = None) -> None:
+        """Write ``state_dict`` as JSON. ``made``: beside weights that hold the first so many releases alone, for which all
+        others count as well, since those may have decided that these weights are kept."""
+        state = self.state_dict()
+        if made is not None:
+            state["unmade"] = self.releases + self._not_made - made
+        Path(path).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
 
     def load(self, path: str | Path) -> None:
         """``load_state_dict`` of what ``save`` wrote. Raises ``InputError`` if the file is missing or not a ledger."""

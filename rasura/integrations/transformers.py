@@ -85,6 +85,7 @@ class PrivateTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         self.defense, self.delta, self.poisson, self.noise_seed = defense, delta, poisson, seed
         self.unit, self.canaries = unit, canaries
         self.ledger: Ledger | None = None
+        self._newest: Path | None = None
         self._protected_loader: DrawnLoader | OrderedLoader | DataLoader[Any] | None = None
         wrong = {
             "label_smoothing_factor": (self.args.label_smoothing_factor, 0),
@@ -196,6 +197,14 @@ class PrivateTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
             return super().train(resume_from_checkpoint, ignore_keys_for_eval=ignore_keys_for_eval)
         finally:
             self._end()
+            self._state_again(self._newest, self.state.best_model_checkpoint)
+
+    def _state_again(self, *kept: str | Path | None) -> None:
+        """Write into each checkpoint that is ``kept`` what the ledger counts by now: later releases may have decided that
+        it is kept. How many are in its weights stays there, so that it can be resumed."""
+        for file in (Path(one) / LEDGER for one in kept if one is not None):
+            if self.ledger is not None and file.exists():
+                self.ledger.save(file, made=releases_in(file))
 
     def _end(self) -> None:
         """Tell the ledger of the end. It may come before the plan: by a callback, which may have looked at figures of the
@@ -223,10 +232,12 @@ class PrivateTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         if self.control.should_training_stop:
             self._end()
+        folder = Path(self._get_output_dir(trial=None)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         if self.canaries is not None:  # first, so that no checkpoint has those of another training
-            folder = Path(self._get_output_dir(trial=None)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
             self.canaries.save(_place_for(folder))
         super()._save_checkpoint(model, trial)
+        self._newest = folder
+        self._state_again(self.state.best_model_checkpoint)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As ``Trainer.save_model``, with the ledger beside the weights: a training that begins from them names it."""
