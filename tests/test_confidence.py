@@ -236,24 +236,24 @@ def test_in_weak_noise_the_portfolio_goes_on_to_the_sentence(minilm_path: Path) 
 def test_only_whole_worded_ordered_spans_settle() -> None:
     seen = seen_of(tiny("bert", "classification"), [TEXT])
     whole = Reconstruction((tuple(TEXT),), "span")
-    assert _settled(whole, seen) and not _settled(replace(whole, confidence="matched"), seen)
-    assert not _settled(replace(whole, ordered=False), seen)
+    assert _settled(whole, seen, "span") and not _settled(replace(whole, confidence="matched"), seen, "span")
+    assert not _settled(replace(whole, ordered=False), seen, "span")
     for tokens in ((), ((CLS, SEP),), ((CLS, UNKNOWN, 40, SEP),), ((CLS, 40, SEP), (CLS, SEP))):
-        assert not _settled(replace(whole, tokens=tokens), seen)
+        assert not _settled(replace(whole, tokens=tokens), seen, "span")
     told_lengths = replace(seen, granted={**seen.granted, Grant.LENGTHS: (7,)})
-    assert _settled(whole, told_lengths)
-    assert not _settled(replace(whole, tokens=((CLS, 40, SEP),)), told_lengths)
+    assert _settled(whole, told_lengths, "span")
+    assert not _settled(replace(whole, tokens=((CLS, 40, SEP),)), told_lengths, "span")
     proven = prove(seen, [TEXT])
-    assert proven is not None and _settled(verified(proven, {}), told_lengths)
+    assert proven is not None and _settled(verified(proven, {}), told_lengths, "span")
 
 
 def test_a_causal_text_settles_without_its_last_word() -> None:
     """It is no input. The portfolio went on for minutes to attacks that could not name it either."""
     seen = seen_of(tiny("llama", "causal"), [TEXT], "causal")
     whole = Reconstruction(((*TEXT[:-1], UNKNOWN),), "span")
-    assert _settled(whole, seen) and not _settled(replace(whole, confidence="matched"), seen)
-    assert not _settled(replace(whole, tokens=((*TEXT[:-2], UNKNOWN, TEXT[-1]),)), seen)
-    assert not _settled(whole, seen_of(tiny("llama", "classification"), [TEXT]))
+    assert _settled(whole, seen, "span") and not _settled(replace(whole, confidence="matched"), seen, "span")
+    assert not _settled(replace(whole, tokens=((*TEXT[:-2], UNKNOWN, TEXT[-1]),)), seen, "span")
+    assert not _settled(whole, seen_of(tiny("llama", "classification"), [TEXT]), "span")
 
 
 def test_a_bag_comes_before_an_ordered_text_that_explains_nothing_of_a_causal_update() -> None:

@@ -237,7 +237,7 @@ def test_texts_that_are_beginnings_of_another_are_no_single_text(defense: str) -
     for seen in (unknown, stated):
         guess = EmbeddingRows()(seen, rng=generator(0), budget=QUICK)
         assert guess.confidence == "span" and guess.tokens == ((40, 41, 42, 43, 44),)
-        assert guess.details["beginnings"] and not _settled(guess, seen)
+        assert guess.details["beginnings"] and not _settled(guess, seen, "embedding-rows")
     alone = seen_of(tiny("gpt2", "classification"), [[40, 41, 42, 43, 44]], defense=defense)
     seen = replace(alone, granted={g: v for g, v in alone.granted.items() if g is not Grant.BATCH_SIZE})
     guess = EmbeddingRows()(seen, rng=generator(0), budget=QUICK)

@@ -233,6 +233,9 @@ def test_places_that_stay_open_are_told(tmp_path: Path) -> None:
     found = read_update(path, one, ReadRequest(attack="embedding-rows", batch_size=1))
     assert (found.texts, found.confidence) == (("w40 the w41",), "span") and found.tokens[0][-1] is None
     assert found.notes == ("places that stay open, which the texts do not show: 1",)
+    # The portfolio ended there, where span proves the whole text.
+    found = read_update(path, one, ReadRequest(budget=Budget("quick")))
+    assert (found.texts, found.confidence, found.notes) == (("w40 the w41 w42",), "verified", ())
 
 
 @pytest.mark.parametrize(("share", "ordered"), [(0.02, True), (0.05, False)])

@@ -228,9 +228,9 @@ def test_best_ends_with_a_text_that_differs_from_the_update_by_rounding_alone(la
     seen = seen_of(tiny("llama", "causal", hidden=96, words=500), batch_of([text], "causal"), "causal")
     rounded = Message({n: g.bfloat16().float() for n, g in seen.gradients.items()})
     guess = Reconstruction(((*text[:-1], last),), "matched", ordered=True)
-    assert best._settled(guess, replace(seen, message=rounded)) == settled
-    assert not best._settled(replace(guess, ordered=False), replace(seen, message=rounded))
-    assert best._settled(replace(guess, details={"chained": True}), replace(seen, message=rounded))
+    assert best._settled(guess, replace(seen, message=rounded), "span") == settled
+    assert not best._settled(replace(guess, ordered=False), replace(seen, message=rounded), "span")
+    assert best._settled(replace(guess, details={"chained": True}), replace(seen, message=rounded), "span")
 
 
 @pytest.mark.slow

@@ -134,7 +134,7 @@ def test_span_leaves_the_places_of_twins_open() -> None:
     seen = seen_of(with_twins("bert", "classification", (41, 200, 201)), [TEXT])
     guess = Span()(seen, rng=generator(0), budget=QUICK)
     assert guess.tokens == (tuple(exchanged(TEXT, 41, UNKNOWN)),) and guess.confidence == "span"
-    assert guess.details["twins"] == 1 and _settled(guess, seen)
+    assert guess.details["twins"] == 1 and _settled(guess, seen, "span")
     said = in_span(((CLS, 41, SEP),), seen, believed=True)
     assert said.confidence == "matched" and said.tokens == ((CLS, 41, SEP),), "nothing else is left of it"
     bag = in_span(((40, 41),), seen, believed=True, ordered=False)

@@ -65,18 +65,19 @@ def _explained(seen: Observation, error: float) -> float:
     return (1 - error**2) * total / left if left > 0 and math.isfinite(error) else 0.0
 
 
-def _settled(guess: Reconstruction, seen: Observation) -> bool:
-    """Whether nothing stronger can be expected: verified, every place of every text named by a span, or a text of a causal
-    model from which the update differs by rounding, or by that of a training in 16 bits, where the last block told every
-    word in turn (``chained``). The last word of a causal text may lack: it is no input, and what
-    ``span`` cannot name of it no other attack does."""
+def _settled(guess: Reconstruction, seen: Observation, by: str) -> bool:
+    """Whether nothing stronger than the ``guess`` of the attack ``by`` can be expected: verified, every place of every text
+    named by a span, or a text of a causal model from which the update differs by rounding, or by that of a training in 16
+    bits, where the last block told every word in turn (``chained``). The last word of a causal text may lack where ``span``
+    left it open: it is no input, and what ``span`` cannot name of it no other attack does."""
     if guess.confidence == "verified":
         return True
     if guess.details.get("beginnings"):  # of several texts another attack may tell all
         return False
     lengths = sorted(seen.lengths) == sorted(map(len, guess.tokens)) if Grant.LENGTHS in seen else True
     worded = all(any(t not in seen.vocabulary.special_ids for t in text) for text in guess.tokens)
-    inputs = [text[:-1] if seen.task == "causal" and guess.confidence == "span" else text for text in guess.tokens]
+    last_may_lack = seen.task == "causal" and guess.confidence == "span" and by == Span.name
+    inputs = [text[:-1] if last_may_lack else text for text in guess.tokens]
     holes = sum(t == UNKNOWN for text in inputs for t in text)
     whole = bool(guess.tokens) and worded and holes in (0, guess.details.get("twins"))  # no attack tells twins apart
     if not (guess.ordered and whole and lengths):
@@ -178,7 +179,7 @@ class Best:
             ended[name] = guess.confidence
             if view is bare:
                 guess = replace(guess, details={**guess.details, "without": stated})
-            if _settled(guess, view):
+            if _settled(guess, view, attack.name):
                 proven = guess.confidence == "verified"
                 if proven or not settled:
                     best, winner, settled = guess, attack.name, True
