@@ -78,6 +78,13 @@ def test_our_portfolio_of_anothers_attacks_is_not_ours(seen: Observation) -> Non
     assert trusted(ours, seen, Best()) is ours and ours.confidence == "verified"
 
 
+def test_a_whole_text_of_another_attack_casts_no_doubt_on_what_is_stated(seen: Observation) -> None:
+    """Span was then asked without the batch size alone, and it read as if nothing were proven with it."""
+    stated = replace(seen, claimed=frozenset({Grant.BATCH_SIZE}))
+    guess = Best(attacks=(partial(Says, TEXT, "span"), Span))(stated, rng=generator(0), budget=Budget("quick"))
+    assert guess.confidence == "verified" and guess.tokens == (TEXT,) and "without" not in guess.details
+
+
 @pytest.mark.parametrize("confidence", ["verified", "span", "matched", "none"])
 def test_an_update_of_zeros_supports_no_guess(seen: Observation, confidence: Confidence) -> None:
     zeros = {n: torch.zeros_like(g) for n, g in seen.gradients.items()}

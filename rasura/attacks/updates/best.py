@@ -121,13 +121,13 @@ class Best:
     model's text, prefix matching takes the place of the rest.
 
     What is known on somebody's word alone (``Observation.claimed``) may be wrong. So while nothing is verified with it,
-    embedding rows and span look once without it.
+    embedding rows and span look once with it and once without.
 
     Returns the guess with the highest confidence, ordered before bags (unless the order explains nothing of a causal
     update), complete before holes, and of equals the one whose gradient is nearest to the observed one. A guess without a
     word is the last choice. ``details`` says what was tried and how each ended; ``ran`` names those that ran to their end,
-    whether they read anything or not; ``without`` what was granted and not used. ``attacks`` makes the members before
-    matching; each runs only where the threat model grants what it needs.
+    whether they read anything or not; ``without`` what was granted and not used, where the same attack proved nothing with
+    it. ``attacks`` makes the members before matching; each runs only where the threat model grants what it needs.
     """
 
     name: str = "best"
@@ -154,9 +154,9 @@ class Best:
         left: list[tuple[Callable[[], Attack[Reconstruction]], Observation]]
         left = [(make, seen) for make in (*self.attacks, matching(seen))]
         bare, stated = _unclaimed(seen) or (None, "")
+        again = [] if bare is None else [make for make in self.attacks if make in (EmbeddingRows, Span)]
         if bare is not None:
-            again = [(make, bare) for make in self.attacks if make in (EmbeddingRows, Span)]
-            left[len(again) : len(again)] = again
+            left[len(again) : len(again)] = [(make, bare) for make in again]
         while left:
             make, view = left.pop(0)
             attack = make()
@@ -177,13 +177,13 @@ class Best:
                 continue
             ran.append(attack.name)
             ended[name] = guess.confidence
-            if view is bare:
+            if view is bare and attack.name in ended:
                 guess = replace(guess, details={**guess.details, "without": stated})
             if _settled(guess, view, attack.name):
                 proven = guess.confidence == "verified"
                 if proven or not settled:
                     best, winner, settled = guess, attack.name, True
-                left = [] if proven else [(m, v) for m, v in left if v is bare]  # nothing is stronger but a proof
+                left = [] if proven else [(m, v) for m, v in left if m in again]  # nothing is stronger but a proof
             if settled:
                 continue
             own_rank = _rank(guess, view)
