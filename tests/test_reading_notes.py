@@ -23,6 +23,7 @@ from rasura.victims.models import parts
 from rasura.victims.step import capture
 
 TEXT = "w40 the w41 w42"
+BEGINNINGS = "texts that are a beginning of this one may be in the update as well"
 
 
 @pytest.fixture(scope="module")
@@ -223,6 +224,18 @@ def test_special_tokens_that_a_text_holds_are_told(victim: Victim, tmp_path: Pat
     assert found.notes == ("special tokens inside the texts, which do not show them: 2 ([SEP])",)
 
 
+@pytest.mark.parametrize("attack", ["best", "span", "embedding-rows"])
+@pytest.mark.parametrize("size", [None, 1])
+def test_a_beginning_that_may_be_a_text_of_its_own_is_told_by_every_attack(
+    victim: Victim, tmp_path: Path, attack: str, size: int | None
+) -> None:
+    """Without an end token, the words of the beginning stand at the same places. Span gave the one text without a word."""
+    both = victim.tokenizer([TEXT, "w40 the w41"], add_special_tokens=False, padding=True, return_tensors="pt")
+    capture(victim.model, dict(both, labels=torch.tensor([1, 0])), tmp_path / "u.safetensors")
+    found = read_update(tmp_path / "u.safetensors", victim, ReadRequest(attack, size, budget=Budget("quick")))
+    assert (found.texts, found.confidence) == ((TEXT,), "span") and BEGINNINGS in found.notes
+
+
 def test_places_that_stay_open_are_told(tmp_path: Path) -> None:
     """The last token of a causal text has no row: the text was shown as if it ended before it."""
     model = tiny("gpt2", "causal")
@@ -232,7 +245,7 @@ def test_places_that_stay_open_are_told(tmp_path: Path) -> None:
     capture(one.model, inputs | {"labels": inputs["input_ids"]}, path)
     found = read_update(path, one, ReadRequest(attack="embedding-rows", batch_size=1))
     assert (found.texts, found.confidence) == (("w40 the w41",), "span") and found.tokens[0][-1] is None
-    assert found.notes == ("places that stay open, which the texts do not show: 1",)
+    assert found.notes == (BEGINNINGS, "places that stay open, which the texts do not show: 1")
     # The portfolio ended there, where span proves the whole text.
     found = read_update(path, one, ReadRequest(budget=Budget("quick")))
     assert (found.texts, found.confidence, found.notes) == (("w40 the w41 w42",), "verified", ())

@@ -26,7 +26,8 @@ def notes(guess: Reconstruction, victim: Victim, request: ReadRequest) -> tuple[
     if twins:
         of = len(tokens) + int(twins)
         out.append(f"{twins} of {of} tokens stay open, since the embeddings of other words are equal or nearly so")
-    out += ["texts that are a beginning of this one may be in the update as well"] if guess.details.get("beginnings") else []
+    if guess.details.get("beginnings"):
+        out.append(f"texts that are a beginning of {'this one' if texts == 1 else 'these'} may be in the update as well")
     if others := guess.details.get("other_words"):
         out.append(f"other words that stand out in the update, which the texts do not show: {others}")
     out += _left_out(guess, words)

@@ -269,7 +269,8 @@ def in_span(
     """``span`` for ``tokens`` that were ``believed`` by the attack's null (``span.null``), else ``matched``.
 
     ``span`` leaves the places open of words that have twins (``attacks.shared.twins``); ``details`` says how many, as
-    ``twins``. Raises ``AttackFailed`` where no text holds a word: special tokens are in every update.
+    ``twins``, and as ``beginnings`` that the texts are ``open_ended``. Raises ``AttackFailed`` where no text holds a word:
+    special tokens are in every update.
     """
     if not _worded_at_all(tokens, seen):
         raise AttackFailed("only special tokens were found, which every text contains")
@@ -279,8 +280,18 @@ def in_span(
         believed = _worded_at_all(left, seen)
         if believed:
             tokens, details["twins"] = left, len(alike)
+    if believed and ordered and open_ended(tokens, seen):
+        details["beginnings"] = True
     confidence: Confidence = "span" if believed else "matched"
     return Reconstruction(tokens, confidence, ordered=ordered, residual=residual, details=details)
+
+
+def open_ended(tokens: Texts, seen: Observation) -> bool:
+    """Whether beginnings of ``tokens`` may be texts of their own, whose words stand at the same places: how many texts there
+    are is not known, or only stated, and one does not end as the tokenizer ends texts, and only there."""
+    end = seen.vocabulary.suffix[-1:]
+    alone = Grant.BATCH_SIZE in seen and Grant.BATCH_SIZE not in seen.claimed
+    return not alone and any([n for n, t in enumerate(text, 1) if t in end] != [len(text)] for text in tokens)
 
 
 def _worded_at_all(tokens: Texts, seen: Observation) -> bool:

@@ -72,7 +72,7 @@ def _settled(guess: Reconstruction, seen: Observation, by: str) -> bool:
     left it open: it is no input, and what ``span`` cannot name of it no other attack does."""
     if guess.confidence == "verified":
         return True
-    if guess.details.get("beginnings"):  # of several texts another attack may tell all
+    if guess.details.get("beginnings") and by == EmbeddingRows.name:  # of several texts span may tell all
         return False
     lengths = sorted(seen.lengths) == sorted(map(len, guess.tokens)) if Grant.LENGTHS in seen else True
     worded = all(any(t not in seen.vocabulary.special_ids for t in text) for text in guess.tokens)

@@ -6,14 +6,14 @@ the order (APRIL, Lu et al. 2022). Milliseconds, whatever the model's depth, and
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 from torch import Generator, Tensor
 
-from rasura.attacks.shared.verify import ROWS_VERIFIED, in_span, prove, prove_rows, verified
+from rasura.attacks.shared.verify import ROWS_VERIFIED, in_span, open_ended, prove, prove_rows, verified
 from rasura.attacks.updates.pursuit.fits import are_signs
 from rasura.attacks.updates.row_evidence import FLOOR, is_noisy, max_tokens, rows_of_words
 from rasura.attacks.updates.tied_rows import without_output_part
@@ -21,7 +21,7 @@ from rasura.attacks.updates.trained_rows import opposed, own_output, weights_of,
 from rasura.core.interfaces import AttackFailed, Budget, NotApplicable
 from rasura.core.so_far import tell
 from rasura.core.specs import AttackSpec, Home
-from rasura.core.values import UNKNOWN, Grant, Observation, Parameter, Reconstruction, Vocabulary
+from rasura.core.values import UNKNOWN, Grant, Observation, Parameter, Reconstruction
 from rasura.victims.models import Parts, parts
 from rasura.victims.positions import first_position
 
@@ -247,11 +247,10 @@ class EmbeddingRows:
                 return verified(proof, details)
             return in_span(((*tokens[:-1], UNKNOWN),), seen, believed=True, details=details)
         proof = prove_rows(tokens, *told_apart(words, places, taken), len(words), seen.vocabulary)
-        alone = Grant.BATCH_SIZE in seen and Grant.BATCH_SIZE not in seen.claimed
         if proof is None:
             return in_span((tokens,), seen, believed=False, details=details)
-        if not alone and not _ends_once(tokens, seen.vocabulary) and (proof := prove(seen, [tokens])) is None:
-            return in_span((tokens,), seen, believed=True, details={**details, "beginnings": True})
+        if open_ended((tokens,), seen) and (proof := prove(seen, [tokens])) is None:
+            return in_span((tokens,), seen, believed=True, details=details)
         return verified(proof, details)
 
     @staticmethod
@@ -277,12 +276,6 @@ class EmbeddingRows:
             # The last token predicts nothing, so it has no gradient. The end that the tokenizer puts is a guess.
             tokens.append(seen.vocabulary.suffix[-1] if seen.vocabulary.suffix else UNKNOWN)
         return tuple(tokens)
-
-
-def _ends_once(tokens: Sequence[int], vocabulary: Vocabulary) -> bool:
-    """Whether no beginning of ``tokens`` can be a text of its own: they end as the tokenizer ends texts, and only there."""
-    ends = [place for place, token in enumerate(tokens, 1) if token in vocabulary.suffix[-1:]]
-    return ends == [len(tokens)]
 
 
 SPEC = AttackSpec(
