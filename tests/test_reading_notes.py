@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,10 @@ from rasura.victims.models import parts
 from rasura.victims.step import capture
 
 TEXT = "w40 the w41 w42"
+UNKNOWN_NUMBER = (
+    "the number of texts is not known; each line holds the words of all of them together, in no known order; "
+    "a repeated word may stand once"
+)
 BEGINNINGS = "texts that are a beginning of this one may be in the update as well"
 
 
@@ -177,11 +182,27 @@ def test_fewer_texts_than_the_batch_are_told(tmp_path: Path) -> None:
 
 def test_a_bag_of_the_words_of_all_texts_is_called_one_and_counted_once(victim: Victim) -> None:
     bag = Reconstruction(((UNKNOWN, 41, 42),) * 4, "span", ordered=False, details={"twins": 4})
-    together = "each line holds the words of all 4 texts together, in no known order; a repeated word may stand once"
+    together = "each line holds the words of all 4 stated texts together, in no known order; a repeated word may stand once"
     alike = "1 of 3 tokens stay open, since the embeddings of other words are equal or nearly so"
     assert notes(bag, victim, ReadRequest(batch_size=4)) == (together, alike)
+    assert notes(bag, victim, ReadRequest(labels=[0, 1, 1, 0])) == (together, alike)
     one = Reconstruction(((41, 42),), "span", ordered=False)
-    assert notes(one, victim, ReadRequest()) == ("the words are in no known order, and a repeated word may stand once",)
+    assert notes(one, victim, ReadRequest(batch_size=1)) == (
+        "the words of the one stated text are in no known order; a repeated word may stand once",
+    )
+    assert notes(one, victim, ReadRequest()) == (UNKNOWN_NUMBER,)
+    unstated = replace(one, details={"without": "batch size"})
+    for size in (1, 3):  # it is not one of them, but the words of all
+        assert notes(unstated, victim, ReadRequest(batch_size=size)) == (
+            UNKNOWN_NUMBER, "read without what was stated (batch size), with which nothing was proven",
+        )  # fmt: skip
+
+
+def test_the_words_of_an_unknown_number_of_texts_are_not_called_those_of_one(victim: Victim, tmp_path: Path) -> None:
+    inputs = dict(victim.tokenizer([TEXT, "w50 w51", "w60 w61 w62"], padding=True, return_tensors="pt"))
+    capture(victim.model, inputs | {"labels": torch.tensor([0, 1, 0])}, path := tmp_path / "u.safetensors")
+    found = read_update(path, victim, ReadRequest(attack="embedding-rows"))
+    assert len(found.texts) == 1 and not found.ordered and found.notes == (UNKNOWN_NUMBER,)
 
 
 @pytest.mark.parametrize("classes", [1, 3])

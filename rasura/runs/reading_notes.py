@@ -18,7 +18,8 @@ OUTSIDE = (
 def notes(guess: Reconstruction, victim: Victim, request: ReadRequest) -> tuple[str, ...]:
     """What the texts of ``guess`` do not show, one line each, and what it has otherwise than the ``request`` states."""
     words, texts, batch_size = victim.vocabulary, len(guess.tokens), request.batch_size
-    guess, out = _once(guess)
+    together = not guess.ordered and len(set(guess.tokens)) == 1
+    guess, out = _once(guess, request.size)
     out += [OUTSIDE] if guess.details.get("outside") else []
     tokens = [t for text in guess.tokens for t in text if t != UNKNOWN and t not in words.special_ids - words.unknown_ids]
     unknown, twins = sum(t in words.unknown_ids for t in tokens), guess.details.get("twins")
@@ -31,7 +32,7 @@ def notes(guess: Reconstruction, victim: Victim, request: ReadRequest) -> tuple[
     if others := guess.details.get("other_words"):
         out.append(f"other words that stand out in the update, which the texts do not show: {others}")
     out += _left_out(guess, words)
-    if batch_size is not None and 0 < texts < batch_size:
+    if batch_size is not None and 0 < texts < batch_size and not together:
         # Even a proof says nothing of these: the update is the same without them.
         silent = "a text of one token" if victim.task == "causal" else "a text of which the model is certain"
         missing = f"{silent} may leave nothing in the update" if guess.confidence == "verified" else "others may be missing"
@@ -66,18 +67,23 @@ def _listed(numbers: Sequence[int]) -> str:
     return " and ".join(", ".join(map(str, sorted(numbers))).rsplit(", ", 1))
 
 
-def _once(guess: Reconstruction) -> tuple[Reconstruction, list[str]]:
-    """``guess`` with one copy of a bag that stands for each of several texts, and the line that says so."""
+def _once(guess: Reconstruction, size: int | None) -> tuple[Reconstruction, list[str]]:
+    """``guess`` with one copy of a bag of the words of all texts, and the line that says so. Nothing proves that there are
+    as many as the stated ``size``."""
     copies = len(guess.tokens)
     if guess.ordered or copies == 0:
         return guess, []
-    if copies == 1:
-        return guess, ["the words are in no known order, and a repeated word may stand once"]
     if len(set(guess.tokens)) > 1:
         return guess, ["the words of each text are in no known order, and a repeated word may stand once"]
+    if size is None or "batch size" in str(guess.details.get("without")):
+        line = "the number of texts is not known; each line holds the words of all of them together, in no known order"
+    elif size == 1:
+        line = "the words of the one stated text are in no known order"
+    else:
+        line = f"each line holds the words of all {size} stated texts together, in no known order"
     twins = int(guess.details.get("twins") or 0) // copies
-    line = f"each line holds the words of all {copies} texts together, in no known order; a repeated word may stand once"
-    return replace(guess, tokens=guess.tokens[:1], details={**guess.details, "twins": twins}), [line]
+    guess = replace(guess, tokens=guess.tokens[:1], details={**guess.details, "twins": twins})
+    return guess, [f"{line}; a repeated word may stand once"]
 
 
 def _left_out(guess: Reconstruction, words: Vocabulary) -> list[str]:
