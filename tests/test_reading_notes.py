@@ -76,6 +76,25 @@ def test_the_labels_alone_are_told_only_where_the_sign_does_not_matter(
         assert read_update(path, three, ReadRequest(attack=attack, batch_size=size)).labels is None
 
 
+@pytest.mark.parametrize("attack", ["labels", "idlg"])
+@pytest.mark.parametrize("size", [None, 1])
+def test_no_label_is_named_of_a_loss_that_is_not_cross_entropy(tmp_path: Path, attack: str, size: int | None) -> None:
+    """The loss of several labels a text: its gradient does not sum to zero over them."""
+    model = tiny("bert", "classification", num_labels=2)
+    with torch.no_grad():
+        model.get_parameter("classifier.bias").copy_(torch.tensor([0.0, -0.85]))
+    one = load(tokenizer_folder(model, tmp_path / "model"), "classification")
+    asked, path = ReadRequest(attack=attack, batch_size=size, update="fedsgd"), captured(one, tmp_path / "u.safetensors")
+    for kind in (torch.bfloat16, torch.float16):
+        save_file({n: t.to(kind) for n, t in load_file(path).items()}, tmp_path / "rounded.safetensors")
+        assert read_update(tmp_path / "rounded.safetensors", one, asked).labels == (1,)
+    logits = one.model(**one.tokenizer([TEXT], return_tensors="pt")).logits
+    functional.binary_cross_entropy_with_logits(logits, torch.tensor([[1.0, 0.0]])).backward()
+    save_file({n: p.grad for n, p in one.model.named_parameters() if p.grad is not None}, path)
+    read = read_update(path, one, asked)
+    assert (read.status, read.labels) == ("failed", None) and "as that of plain cross entropy does" in read.reason
+
+
 def test_labels_without_a_text_are_not_nothing(victim: Victim, tmp_path: Path) -> None:
     path = captured(victim, tmp_path / "u.safetensors")
     found = read_update(path, victim, ReadRequest(attack="labels", batch_size=1, update="fedsgd"))

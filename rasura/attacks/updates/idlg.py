@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Generator
 
-from rasura.attacks.updates.label_recovery import UNSIGNED
+from rasura.attacks.updates.label_recovery import UNSIGNED, refuse_other_losses
 from rasura.core.interfaces import AttackFailed, Budget, NotApplicable
 from rasura.core.specs import CLASSIFIERS, AttackSpec
 from rasura.core.values import Grant, Observation, Reconstruction
@@ -23,8 +23,9 @@ class IDLG:
     counts more, and takes batches.
 
     Raises ``NotApplicable`` for a causal model, a head that does not tell one label of several, and where the head's
-    gradient is not in the update as a whole; ``AttackFailed`` where no class, or more than one, has that sign, and without
-    a sign for several texts: a class that none of them has then looks like the label of one.
+    gradient is not in the update as a whole; ``AttackFailed`` where no class, or more than one, has that sign, without a
+    sign for several texts: a class that none of them has then looks like the label of one, and where the bias shows that a
+    file's loss is not plain cross entropy.
     """
 
     name = "idlg"
@@ -38,6 +39,7 @@ class IDLG:
         size = seen.batch_size if Grant.BATCH_SIZE in seen else None
         bias, weight = (None if g is None else g.double().cpu() for g in map(seen.whole, (head.bias, head.weight)))
         if bias is not None and len(bias) > 1:
+            refuse_other_losses(seen, bias)
             chosen = bias < 0
             if seen.message.sign == "unknown":
                 if len(bias) == 2 or size != 1:

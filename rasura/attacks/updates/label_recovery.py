@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import Generator, Tensor, nn
 
+from rasura.attacks.shared.mechanism import announced_noise
 from rasura.core.interfaces import AttackFailed, Budget, NotApplicable
 from rasura.core.specs import CLASSIFIERS, AttackSpec
+from rasura.core.updates import announced_update
 from rasura.core.values import Grant, Observation, Reconstruction, Vocabulary
 from rasura.victims.models import Linear, layer_inputs, one_class_each, parts
 
@@ -21,6 +23,10 @@ _PROBE_TOKENS = 12
 _ALIGNED = 3.0
 """Least cosine between the head's typical input and the observed one at which the sign of a bias-free head can be told, in
 multiples of what chance gives, 1 / sqrt(hidden)."""
+
+UNBALANCED = 0.005
+"""Share of its size by which the gradient of an output bias may sum to other than zero: rounding the entries to 16 bits
+leaves 0.002 or less."""
 
 UNSIGNED = "the labels depend on the sign of the update, which is not known; state its kind (--update fedsgd: a gradient)"
 
@@ -100,6 +106,18 @@ def class_deltas(seen: Observation, head: Linear, typical: Tensor) -> tuple[Tens
     return rows @ typical, False
 
 
+def refuse_other_losses(seen: Observation, deltas: Tensor) -> None:
+    """Raises ``AttackFailed`` where the gradient ``deltas`` ``(classes,)`` of an output bias, from a file of unknown loss,
+    cannot be that of plain cross entropy: softmax and one-hot both sum to one. AdamW's steps sum to anything."""
+    if seen.message.sign == "known" or announced_noise(seen)[0] > 0 or announced_update(seen).adaptive:
+        return
+    if abs(float(deltas.sum())) > UNBALANCED * float(deltas.norm()) * len(deltas) ** 0.5:
+        raise AttackFailed(
+            "the gradient of the head's bias does not sum to zero over the labels, as that of plain cross entropy does. The "
+            "loss was another one, or noise or rounding moved it, so no label is named"
+        )
+
+
 def counts(deltas: Tensor, expected: Tensor, size: int) -> list[int]:
     """How many texts have each label: ``size * (expected - deltas)``, rounded so that it sums to ``size``.
 
@@ -152,6 +170,8 @@ class LabelRecovery:
         deltas, exact = class_deltas(seen, head, typical)
         if not bool(torch.isfinite(deltas).all()) or not bool(deltas.any()):
             raise AttackFailed("the head's gradient is zero or not finite")
+        if exact:
+            refuse_other_losses(seen, deltas)
         # Softmax and one-hot both sum to one, so true deltas sum to zero; independent noise does not.
         off = abs(float(deltas.sum())) / len(deltas) ** 0.5
         noisy = off > 1e-3 * float(deltas.norm())
