@@ -313,6 +313,16 @@ def test_trained_prompts_are_named_as_a_kind_that_is_not_supported(folder: Path,
     assert "such as LoRA" in said and "does not fit" not in said
 
 
+def test_an_adapter_of_factors_is_named_as_a_kind_that_is_not_supported(folder: Path, tmp_path: Path) -> None:
+    """It was loaded, and its updates were refused: their names are not those that PEFT writes."""
+    peft = pytest.importorskip("peft")
+    layers = {"target_modules": ["key", "value", "output.dense"], "feedforward_modules": ["output.dense"]}
+    config, made = peft.IA3Config(task_type="SEQ_CLS", **layers), tmp_path / "factors"
+    peft.get_peft_model(load(folder, "classification").model, config).save_pretrained(made)
+    change_config(made, "adapter_config.json", base_model_name_or_path=str(folder))
+    assert "such as LoRA" in refused(made, r"holds factors of activations \(IA3\), which are not supported")
+
+
 def test_an_adapter_of_itself_is_refused(adapter: Path) -> None:
     change_config(adapter, "adapter_config.json", base_model_name_or_path=str(adapter))
     refused(adapter, "that is an adapter itself")

@@ -123,9 +123,10 @@ def with_adapter(model: nn.Module, folder: Path, fresh: tuple[str, ...]) -> tupl
     check_files(folder)
     config = read_config(folder / "adapter_config.json")
     prompts = {k.value for k, made_by in PEFT_TYPE_TO_CONFIG_MAPPING.items() if issubclass(made_by, PromptLearningConfig)}
-    if (kind := str(config.get("peft_type"))) in prompts:
+    if (kind := str(config.get("peft_type"))) in {*prompts, "IA3"}:
+        what = "trained prompts" if kind in prompts else "factors of activations"
         raise InputError(
-            f"{folder} holds trained prompts ({kind}), which are not supported; expected an adapter of the model's layers, "
+            f"{folder} holds {what} ({kind}), which are not supported; expected an adapter of the model's layers, "
             "such as LoRA"
         )
     rank = config.get("r", 1)
