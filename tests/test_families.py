@@ -68,7 +68,7 @@ def test_a_model_that_is_only_trained_or_asked_needs_no_parts(family: str, tmp_p
 
 
 def test_every_family_has_its_place_in_one_list() -> None:
-    assert len(ALL) == len(set(ALL)) == 27
+    assert len(ALL) == len(set(ALL)) == 28
     assert set(UNSUPPORTED) | set(UNORDERED) | set(DECODERS) <= set(ALL)
 
 

@@ -20,7 +20,7 @@ ENCODERS = FAMILIES[:3]
 LIKE_LLAMA = ("mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi", "phi3", "mixtral", "smollm3")
 MORE = (
     "electra", "mpnet", "albert", "modernbert", "opt", "gpt-neox", "bloom", "falcon", "mpt", *LIKE_LLAMA,
-    "deberta-v2", "xlnet", "t5",
+    "deberta-v2", "roformer", "xlnet", "t5",
 )  # fmt: skip
 ALL = FAMILIES + MORE
 """All families. ELECTRA and ALBERT have embeddings narrower than the model, with a projection."""
@@ -29,8 +29,8 @@ DECODERS = ("gpt2", "llama", "opt", "gpt-neox", "bloom", "falcon", "mpt", *LIKE_
 UNSUPPORTED = ("xlnet",)
 """Families whose attention has no linear layers (its weights are bare parameters): ``load`` refuses them."""
 
-UNORDERED = ("modernbert", "deberta-v2", "t5")
-"""Encoders without a position embedding: block 0 tells the words of a text; their order has to be searched for."""
+UNORDERED = ("modernbert", "deberta-v2", "roformer", "t5")
+"""Encoders whose attention alone knows positions: block 0 tells the words of a text; their order has to be searched for."""
 
 _NAMES = ["the", "of", "and", "to", "a", "in", ".", ","]
 
@@ -142,6 +142,7 @@ def _of_another_family(family: str, task: str, common: dict[str, object], names:
         "deberta-v2": lambda: transformers.DebertaV2Config(
             **common, **names, relative_attention=True, pos_att_type=["p2c", "c2p"], position_biased_input=False
         ),
+        "roformer": lambda: transformers.RoFormerConfig(**common, **names),
         "xlnet": lambda: transformers.XLNetConfig(
             **common, **frame, d_model=hidden, n_layer=blocks, n_head=4, d_inner=2 * hidden
         ),

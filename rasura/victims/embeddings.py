@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from torch import nn
 
 from rasura.core.interfaces import InputError
@@ -25,10 +27,10 @@ def word_embedding(model: nn.Module) -> tuple[str, nn.Embedding]:
     return names[id(embedding)], embedding
 
 
-def position_embedding(model: nn.Module, word: str) -> str | None:
-    """The name of the table of positions; None if there is none."""
+def position_tables(model: nn.Module, word: str) -> Iterator[str]:
+    """The names of the tables that may be the one of positions."""
     tables = (n for n, m in model.named_modules() if isinstance(m, nn.Embedding) and n != word)
-    return next((n for n in tables if "position" in n.split(".")[-1] or n.endswith("wpe")), None)
+    return (n for n in tables if "position" in n.split(".")[-1] or n.endswith("wpe"))
 
 
 def embedding_names(model: nn.Module, word: str, position: str | None, blocks: str) -> tuple[str, ...]:

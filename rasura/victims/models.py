@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from rasura.core.interfaces import InputError
 from rasura.core.word_rows import output_layer, running
-from rasura.victims.embeddings import embedding_names, position_embedding, word_embedding
+from rasura.victims.embeddings import embedding_names, position_tables, word_embedding
 from rasura.victims.plugins import plugged
 
 QKV_NAMES = frozenset(
@@ -138,12 +138,13 @@ def _find(model: nn.Module) -> Parts:
             f"{', '.join(sorted(QKV_NAMES))}); register an adapter with rasura.victims.models.register"
         )
     list_name, modules = listed
-    position = position_embedding(model, word)
     linears = _linears(model)
     blocks = tuple(_block(model, index, f"{list_name}.{index}", linears) for index in range(len(modules)))
     outside = [lin for lin in linears if not lin.module.startswith(list_name + ".") and lin.weight != f"{word}.weight"]
     output = running(output_layer(model))
     first = blocks[0].qkv[0]
+    tables = position_tables(model, word)
+    position = next((n for n in tables if _reaches(model, n, first.module, embedding.num_embeddings)), None)
     weight = model.get_submodule(first.module).weight
     assert isinstance(weight, Tensor)
     return Parts(
@@ -249,6 +250,24 @@ def layer_output(model: nn.Module, module: str, **inputs: Any) -> Tensor | None:
     finally:
         handle.remove()
     return outputs[0] if outputs else None
+
+
+def _reaches(model: nn.Module, table: str, layer: str, size: int) -> bool:
+    """Whether what the model looks up in ``table`` is part of the input of ``layer``. RoFormer's turns queries and keys."""
+
+    def move(_: nn.Module, __: tuple[Any, ...], out: Tensor) -> Tensor:
+        return out + torch.arange(out.shape[-1], dtype=out.dtype, device=out.device)
+
+    ids = torch.tensor([[5, 6, 7]], device=next(model.parameters()).device) % size
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    with evaluating(model):
+        before = layer_inputs(model, [layer], **inputs).get(layer)
+        handle = model.get_submodule(table).register_forward_hook(move)
+        try:
+            after = layer_inputs(model, [layer], **inputs).get(layer)
+        finally:
+            handle.remove()
+    return before is None or after is None or not torch.allclose(before, after)
 
 
 def _sees_only_the_past(model: nn.Module, last: str, size: int) -> bool:
