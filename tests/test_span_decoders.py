@@ -10,6 +10,7 @@ import pytest
 import torch
 from span_setting import in_later_round, seen_by_server
 from torch import nn
+from transformers import GPTNeoConfig, GPTNeoForCausalLM
 
 from rasura.attacks.updates import best
 from rasura.attacks.updates.span import Span, endings, prefixes
@@ -33,6 +34,9 @@ from rasura.victims.step import step
 
 BARE = Vocabulary(VOCABULARY.size, VOCABULARY.decode, VOCABULARY.encode, (), (), PAD, frozenset({PAD}))
 """A vocabulary without start and end tokens, as SmolLM2's and Qwen's."""
+
+UNSTATED = 10**6
+"""A window that no text reaches, stated where the true one goes by another name."""
 
 ROTARY = ["llama", "qwen2", "gemma", "gpt-neox"]
 
@@ -62,6 +66,27 @@ def test_a_layer_that_sees_the_last_tokens_only_gets_them(family: str) -> None:
     found = inputs.following(head, tokens, inputs.parts.blocks)
     for index, x in inputs.deep(whole, torch.ones_like(whole), inputs.parts.blocks).items():
         assert torch.allclose(found[index], x[:, -1], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("longest", "window", "stated"), [(64, 256, 256), (512, 256, 256), (512, 256, UNSTATED), (512, 8, UNSTATED)]
+)
+def test_tokens_abreast_are_tried_with_as_many_as_run(longest: int, window: int, stated: int) -> None:
+    """GPT-Neo's layers cut a mask out of a table of the model's length, and some see the last tokens only. Two tokens
+    abreast show neither."""
+    torch.manual_seed(0)
+    config = GPTNeoConfig(
+        vocab_size=300, hidden_size=32, num_layers=4, num_heads=4, attention_types=[[["global", "local"], 2]],
+        window_size=window, max_position_embeddings=longest, bos_token_id=CLS, eos_token_id=CLS,
+    )  # fmt: skip
+    inputs = Inputs(GPTNeoForCausalLM(config).double().eval())
+    inputs.model.config.window_size = stated
+    head, tokens = torch.tensor([40, 3, 41, 40, 9, 7, 3, 42, 50]), torch.arange(5, 295)
+    for some in (tokens[:2], tokens):
+        whole = torch.cat([head.expand(len(some), -1), some[:, None]], 1)
+        found = inputs.following(head, some, inputs.parts.blocks)
+        for index, x in inputs.deep(whole, torch.ones_like(whole), inputs.parts.blocks).items():
+            assert torch.allclose(found[index], x[:, -1], atol=1e-6)
 
 
 def test_a_model_that_keeps_nothing_runs_the_head_with_every_token() -> None:

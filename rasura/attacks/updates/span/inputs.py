@@ -27,6 +27,9 @@ KEPT = 8192
 SAME = 1e-5
 """Relative difference of inputs by kept keys and values from those of a whole run that is rounding: float32 leaves 1e-6."""
 
+FAILURES = (TypeError, ValueError, AttributeError, RuntimeError, IndexError, KeyError, NotImplementedError)
+"""What a model raises that does not run in this way."""
+
 Way = Callable[[Any, int, Tensor, Sequence[Block]], dict[int, Tensor]]
 """A cache of a head, its length, tokens ``(k,)`` behind it, and blocks -> the inputs of the blocks' attention,
 ``(k, hidden)``."""
@@ -40,6 +43,7 @@ class Inputs:
         self.model = model
         self.parts = replace(parts(model), blocks=blocks) if blocks else parts(model)
         self._heads: dict[tuple[int, tuple[int, ...]], Any] = {}
+        self._tried: dict[tuple[str, int, int], int] = {}  # up to how many tokens a way was right; 0 where it was not
 
     @cached_property
     def types(self) -> int:
@@ -68,19 +72,40 @@ class Inputs:
         ``(length,)``: block index -> ``(k, hidden)``.
 
         The head runs once where the model keeps its keys and values, and only its last token does where the head without
-        it ran before. Whether that gives the same is tried first; a model that ends up elsewhere runs the head with every
-        token.
+        it ran before. Whether that gives the same is tried first; where it does not, the head runs with every token.
         """
-        way = self._way(len(head) + ABREAST) if len(head) and len(tokens) > 1 else None
-        cache: Any = None if way is None else self._ran(head, blocks)
-        if way == self._kept and cache.get_seq_length() < len(head):
-            way = None  # the run ended before the first attention kept a key, and only keys tell this way the place
-        chunks = torch.split(tokens, ABREAST if way == self._abreast else max(1, ROWS // (len(head) + 1)))
-        if way is None:
-            found = [self._rerun(head, chunk, blocks) for chunk in chunks]
-        else:
-            found = [way(cache, len(head), chunk, blocks) for chunk in chunks]
-        return {b.index: torch.cat([one[b.index] for one in found]) for b in blocks}
+        for way in self._ways if len(head) and len(tokens) > 1 else []:
+            found = self._behind(way, head, tokens, blocks)
+            if found is not None:
+                return found
+        return _joined([self._rerun(head, chunk, blocks) for chunk in torch.split(tokens, max(1, ROWS // (len(head) + 1)))])
+
+    def _behind(self, way: Way, head: Tensor, tokens: Tensor, blocks: Sequence[Block]) -> dict[int, Tensor] | None:
+        """The same by ``way``; None where running the head again gives something else.
+
+        The first and the last of the tokens are compared, once for so many behind a head of this length: where a layer sees
+        the last tokens only, or all are more than the model takes, the last one shows it.
+        """
+        size = ABREAST if way == self._abreast else max(1, ROWS // (len(head) + 1))
+        if way == self._abreast and not self._seen_whole(len(head) + min(size, len(tokens))):
+            return None
+        found: list[dict[int, Tensor]] = []
+        behind = way.__name__, len(head), max(b.index for b in blocks)
+        for chunk in torch.split(tokens, size):
+            tried = self._tried.get(behind)
+            try:
+                one = None if tried == 0 else way(self._ran(head, blocks), len(head), chunk, blocks)
+            except FAILURES:
+                one = None
+            if one is not None and len(chunk) > (tried or 0):
+                ends = torch.tensor([0, len(chunk) - 1])
+                again = self._rerun(head, chunk[ends], blocks)
+                one = one if all(_same(one[index][ends], x) for index, x in again.items()) else None
+            self._tried[behind] = 0 if one is None else max(tried or 0, len(chunk))
+            if one is None:
+                return None
+            found.append(one)
+        return _joined(found)
 
     def _rerun(self, head: Tensor, tokens: Tensor, blocks: Sequence[Block]) -> dict[int, Tensor]:
         whole = torch.cat([head.expand(len(tokens), -1), tokens[:, None]], 1)
@@ -131,14 +156,13 @@ class Inputs:
         )  # fmt: skip
         return {index: x[:, -1] for index, x in found.items()}
 
-    def _way(self, length: int) -> Way | None:
-        """How tokens run behind a head's keys and values, for texts of ``length`` at most; None where only running the head
-        again is right. A mask for tokens abreast knows nothing of layers that see the last tokens only."""
+    def _seen_whole(self, length: int) -> bool:
+        """Whether every layer sees all tokens of a text of ``length``, as far as the configuration says. A mask for tokens
+        abreast knows nothing of layers that see the last tokens only."""
         config: Any = getattr(self.model, "config", None)
         text = config.get_text_config() if config is not None else None
-        windows = [getattr(text, name, None) for name in ("sliding_window", "attention_chunk_size")]
-        seen_whole = all(window is None or length < window for window in windows)
-        return next((way for way in self._ways if seen_whole or way != self._abreast), None)
+        windows = [getattr(text, name, None) for name in ("sliding_window", "attention_chunk_size", "window_size")]
+        return all(window is None or length < window for window in windows)
 
     @cached_property
     def _ways(self) -> list[Way]:
@@ -154,8 +178,17 @@ class Inputs:
                 for n in range(1, len(head) + 1):
                     cache = self._ran(head[:n], blocks)
                 found = way(cache, len(head), tokens, blocks)[blocks[0].index]
-            except (TypeError, ValueError, AttributeError, RuntimeError, IndexError, KeyError, NotImplementedError):
+            except FAILURES:
                 return False
-            return found.shape == again.shape and float((found - again).norm()) <= SAME * float(again.norm())
+            return _same(found, again)
 
         return [way for way in (self._abreast, self._kept) if same(way)]
+
+
+def _same(found: Tensor, again: Tensor) -> bool:
+    """Whether each row of ``found`` is that of ``again`` but for rounding."""
+    return found.shape == again.shape and bool(((found - again).norm(dim=1) <= SAME * again.norm(dim=1)).all())
+
+
+def _joined(chunks: Sequence[Mapping[int, Tensor]]) -> dict[int, Tensor]:
+    return {index: torch.cat([chunk[index] for chunk in chunks]) for index in chunks[0]}
