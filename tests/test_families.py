@@ -12,12 +12,26 @@ from torch import nn
 
 from rasura.attacks.updates.embedding_rows import EmbeddingRows
 from rasura.attacks.updates.span import Span
+from rasura.attacks.updates.span.inputs import Inputs
+from rasura.attacks.updates.span.sentences import checker
 from rasura.core.batches import Batch
 from rasura.core.interfaces import Budget, InputError
 from rasura.core.rng import generator
 from rasura.core.threat import adversary_copy
 from rasura.core.values import Grant, Observation
-from rasura.testing.tiny import ALL, CLS, DECODERS, PAD, SEP, UNORDERED, UNSUPPORTED, VOCABULARY, tiny, tokenizer_folder
+from rasura.testing.tiny import (
+    ALL,
+    CLS,
+    DECODERS,
+    PAD,
+    SEP,
+    UNORDERED,
+    UNSUPPORTED,
+    VOCABULARY,
+    batch_of,
+    tiny,
+    tokenizer_folder,
+)
 from rasura.victims import plugins
 from rasura.victims.loading import Victim, load
 from rasura.victims.models import QKV_NAMES, layer_inputs, parts
@@ -68,7 +82,7 @@ def test_a_model_that_is_only_trained_or_asked_needs_no_parts(family: str, tmp_p
 
 
 def test_every_family_has_its_place_in_one_list() -> None:
-    assert len(ALL) == len(set(ALL)) == 28
+    assert len(ALL) == len(set(ALL)) == 29
     assert set(UNSUPPORTED) | set(UNORDERED) | set(DECODERS) <= set(ALL)
 
 
@@ -157,6 +171,17 @@ def test_parts_that_do_something_else_are_refused(break_it: object, said: str) -
     with pytest.raises(InputError, match=said) as caught:
         verify_parts(model, VOCABULARY)
     assert "\n" not in str(caught.value)
+
+
+def test_layers_that_read_the_table_of_distances_too_are_not_read() -> None:
+    """As DeBERTa is published, its keys and queries are shared. Their row space would hold more than the tokens."""
+    model = tiny("deberta-v3", "classification", num_labels=2)
+    assert [lin.module.split(".")[-1] for b in verify_parts(model, VOCABULARY).blocks for lin in b.qkv] == ["value_proj"] * 2
+    batch = batch_of([[CLS, 40, 3, 41, 9, 42, SEP]], "classification", [1])
+    sent = step(model, batch, task="classification", vocabulary=VOCABULARY, rng=generator(0))
+    seen = Observation(sent.message, "classification", {Grant.MODEL: adversary_copy(model), Grant.BASE_MODEL: VOCABULARY})
+    behind = checker(seen, {}, Inputs(seen.model))
+    assert behind is not None and "attention" not in behind.layer
 
 
 def test_an_attention_layer_that_runs_twice_is_refused() -> None:

@@ -20,7 +20,7 @@ ENCODERS = FAMILIES[:3]
 LIKE_LLAMA = ("mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi", "phi3", "mixtral", "smollm3")
 MORE = (
     "electra", "mpnet", "albert", "modernbert", "opt", "gpt-neox", "bloom", "falcon", "mpt", *LIKE_LLAMA,
-    "deberta-v2", "roformer", "xlnet", "t5",
+    "deberta-v2", "deberta-v3", "roformer", "xlnet", "t5",
 )  # fmt: skip
 ALL = FAMILIES + MORE
 """All families. ELECTRA and ALBERT have embeddings narrower than the model, with a projection."""
@@ -29,7 +29,7 @@ DECODERS = ("gpt2", "llama", "opt", "gpt-neox", "bloom", "falcon", "mpt", *LIKE_
 UNSUPPORTED = ("xlnet",)
 """Families whose attention has no linear layers (its weights are bare parameters): ``load`` refuses them."""
 
-UNORDERED = ("modernbert", "deberta-v2", "roformer", "t5")
+UNORDERED = ("modernbert", "deberta-v2", "deberta-v3", "roformer", "t5")
 """Encoders whose attention alone knows positions: block 0 tells the words of a text; their order has to be searched for."""
 
 _NAMES = ["the", "of", "and", "to", "a", "in", ".", ","]
@@ -108,6 +108,7 @@ def _of_another_family(family: str, task: str, common: dict[str, object], names:
     hidden, blocks = names["hidden_size"], names["num_hidden_layers"]
     frame = {"bos_token_id": CLS, "eos_token_id": SEP}
     groups = {"head_dim": hidden // 4, "num_key_value_heads": 2}
+    distances = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_biased_input": False}
     made: dict[str, Callable[[], object]] = {
         "electra": lambda: transformers.ElectraConfig(**common, **names, embedding_size=hidden // 2),
         # MPNet counts positions from a padding id of 1, whatever its config says.
@@ -139,8 +140,9 @@ def _of_another_family(family: str, task: str, common: dict[str, object], names:
         "mpt": lambda: transformers.MptConfig(
             **common, **frame, d_model=hidden, n_layers=blocks, n_heads=4, expansion_ratio=2, max_seq_len=64
         ),
-        "deberta-v2": lambda: transformers.DebertaV2Config(
-            **common, **names, relative_attention=True, pos_att_type=["p2c", "c2p"], position_biased_input=False
+        "deberta-v2": lambda: transformers.DebertaV2Config(**common, **names, **distances),
+        "deberta-v3": lambda: transformers.DebertaV2Config(  # as published: shared keys, distances in buckets
+            **common, **names, **distances, share_att_key=True, position_buckets=32, norm_rel_ebd="layer_norm"
         ),
         "roformer": lambda: transformers.RoFormerConfig(**common, **names),
         "xlnet": lambda: transformers.XLNetConfig(

@@ -6,9 +6,9 @@ Another structure needs an adapter: ``register``, or the entry point ``rasura.mo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from rasura.core.interfaces import InputError
 from rasura.core.word_rows import output_layer, running
+from rasura.victims.calls import Stop, reaches, reads, tokens_alone, tokens_and_more
 from rasura.victims.embeddings import embedding_names, position_tables, word_embedding
 from rasura.victims.plugins import plugged
 
@@ -44,7 +45,7 @@ class Linear:
 
 @dataclass(frozen=True)
 class Block:
-    """One transformer block. ``qkv``: the linear layers that take the attention's input (after its norm, if any)."""
+    """One transformer block. ``qkv``: the linear layers that take the attention's input alone (after its norm, if any)."""
 
     index: int
     module: str
@@ -140,11 +141,15 @@ def _find(model: nn.Module) -> Parts:
     list_name, modules = listed
     linears = _linears(model)
     blocks = tuple(_block(model, index, f"{list_name}.{index}", linears) for index in range(len(modules)))
+    with evaluating(model):
+        calls = reads(model, [lin.module for b in blocks for lin in b.qkv], embedding.num_embeddings, blocks[-1].module)
+    blocks = tuple(replace(b, qkv=_reading_tokens(b.qkv, calls)) for b in blocks)
     outside = [lin for lin in linears if not lin.module.startswith(list_name + ".") and lin.weight != f"{word}.weight"]
     output = running(output_layer(model))
     first = blocks[0].qkv[0]
     tables = position_tables(model, word)
-    position = next((n for n in tables if _reaches(model, n, first.module, embedding.num_embeddings)), None)
+    with evaluating(model):
+        position = next((n for n in tables if reaches(model, n, first.module, embedding.num_embeddings)), None)
     weight = model.get_submodule(first.module).weight
     assert isinstance(weight, Tensor)
     return Parts(
@@ -175,8 +180,18 @@ def _block(model: nn.Module, index: int, name: str, linears: Sequence[Linear]) -
     return Block(index, name, qkv)
 
 
-class _Stop(Exception):
-    pass
+def _reading_tokens(layers: tuple[Linear, ...], calls: Mapping[str, Sequence[Tensor]]) -> tuple[Linear, ...]:
+    """Those of ``layers`` whose inputs are one vector per token: the row space of the others holds more."""
+    return tuple(lin for lin in layers if not tokens_and_more(calls[lin.module])) or layers
+
+
+def reading_tokens(model: nn.Module, layers: Sequence[Linear]) -> list[Linear]:
+    """Those of ``layers`` that the model runs and that read one vector per token, ``(batch, length, width)``, alone."""
+    known = parts(model)
+    words = len(model.get_parameter(known.word_embedding))
+    with evaluating(model):
+        calls = reads(model, [lin.module for lin in layers], words, known.blocks[-1].module)
+    return [lin for lin in layers if tokens_alone(calls[lin.module])]
 
 
 @contextmanager
@@ -193,7 +208,7 @@ def recorded_inputs(model: nn.Module, modules: Sequence[str], *, stop: bool = Tr
         def record(_: nn.Module, args: tuple[Any, ...]) -> None:
             found[name] = args[0]
             if stop and name == last:
-                raise _Stop
+                raise Stop
 
         return record
 
@@ -211,7 +226,7 @@ def layer_inputs(model: nn.Module, modules: Sequence[str], **inputs: Any) -> dic
 
     Shapes are those of the layers: ``(batch, length, hidden)`` inside blocks.
     """
-    with recorded_inputs(model, modules) as found, suppress(_Stop):
+    with recorded_inputs(model, modules) as found, suppress(Stop):
         model(**inputs)
     return found
 
@@ -241,33 +256,15 @@ def layer_output(model: nn.Module, module: str, **inputs: Any) -> Tensor | None:
 
     def keep(_: nn.Module, __: tuple[Any, ...], out: Any) -> None:
         outputs.append(out if isinstance(out, Tensor) else out[0])
-        raise _Stop
+        raise Stop
 
     handle = model.get_submodule(module).register_forward_hook(keep)
     try:
-        with evaluating(model), suppress(_Stop):
+        with evaluating(model), suppress(Stop):
             model(**inputs)
     finally:
         handle.remove()
     return outputs[0] if outputs else None
-
-
-def _reaches(model: nn.Module, table: str, layer: str, size: int) -> bool:
-    """Whether what the model looks up in ``table`` is part of the input of ``layer``. RoFormer's turns queries and keys."""
-
-    def move(_: nn.Module, __: tuple[Any, ...], out: Tensor) -> Tensor:
-        return out + torch.arange(out.shape[-1], dtype=out.dtype, device=out.device)
-
-    ids = torch.tensor([[5, 6, 7]], device=next(model.parameters()).device) % size
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    with evaluating(model):
-        before = layer_inputs(model, [layer], **inputs).get(layer)
-        handle = model.get_submodule(table).register_forward_hook(move)
-        try:
-            after = layer_inputs(model, [layer], **inputs).get(layer)
-        finally:
-            handle.remove()
-    return before is None or after is None or not torch.allclose(before, after)
 
 
 def _sees_only_the_past(model: nn.Module, last: str, size: int) -> bool:

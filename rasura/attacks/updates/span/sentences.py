@@ -20,7 +20,7 @@ from rasura.attacks.updates.span.inputs import Inputs
 from rasura.attacks.updates.span.rows import RowSpace, row_space, visible_gradients
 from rasura.attacks.updates.span.tokens import Row
 from rasura.core.values import Observation
-from rasura.victims.models import layer_inputs
+from rasura.victims.models import layer_inputs, reading_tokens
 
 FLOOR = 5e-6
 """Minimum tolerance of a text's residual: the precision of float32 through a block."""
@@ -113,7 +113,7 @@ def checker(seen: Observation, spaces: Mapping[int, RowSpace], inputs: Inputs) -
     known, pad_id = inputs.parts, seen.vocabulary.pad_id or 0
     first = known.blocks[0]
     behind = [lin for lin in known.linears if lin.module.startswith(f"{first.module}.") and lin not in first.qkv]
-    behind = [lin for lin in behind if _reads_tokens(inputs, lin.module)]
+    behind = reading_tokens(inputs.model, behind)
     # A layer that has seen the context tells at least as many inputs apart as the first one; much less is a gap among
     # singular values that is none, and texts of which nothing is told.
     least = spaces[0].rank / 2 if 0 in spaces else 0
@@ -126,14 +126,6 @@ def checker(seen: Observation, spaces: Mapping[int, RowSpace], inputs: Inputs) -
         if block.index in spaces and spaces[block.index].rank >= least:
             return Checker(block.qkv[0].module, spaces[block.index], inputs, pad_id)
     return None
-
-
-@torch.no_grad()
-def _reads_tokens(inputs: Inputs, layer: str) -> bool:
-    """Whether ``layer`` reads one vector a token; DeBERTa has some that read its table of distances."""
-    ids = torch.ones(1, 3, dtype=torch.long)
-    found = layer_inputs(inputs.model, [layer], input_ids=ids, attention_mask=torch.ones_like(ids))
-    return layer in found and found[layer].shape[:2] == ids.shape
 
 
 def rearranged(text: Sequence[T], begin: int, end: int, longest: int = 1) -> list[tuple[T, ...]]:

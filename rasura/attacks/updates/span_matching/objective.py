@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from rasura.attacks.shared.labelings import pad
 from rasura.attacks.updates.span.rows import RowSpace, row_space, visible_gradients
 from rasura.core.values import Observation, Vocabulary
-from rasura.victims.models import layer_inputs, parts
+from rasura.victims.models import layer_inputs, parts, reading_tokens
 from rasura.victims.positions import read_position
 
 Body = tuple[int, ...]
@@ -42,7 +42,7 @@ def readout(seen: Observation, texts: int) -> Readout | None:
     position = read_position(seen.model) if behind else None
     if position is None:
         return None
-    for lin in behind:
+    for lin in reading_tokens(seen.model, behind):
         space = row_space(visible_gradients(seen, [lin]))
         if space is not None and space.rank == texts:
             return Readout(lin.module, space, position)

@@ -1,0 +1,72 @@
+"""What the layers of a model read, call by call, while it runs on one short text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+LENGTH = 5
+"""Number of tokens of the text: no number of rows of a table of distances, which are even."""
+
+
+class Stop(Exception):
+    """Ends a run of a model where the rest of it is not needed."""
+
+
+@torch.no_grad()
+def reads(model: nn.Module, layers: Sequence[str], words: int, last: str) -> dict[str, list[Tensor]]:
+    """What each of ``layers`` reads, call by call, for one text of ``LENGTH`` among the first ``words`` ids.
+
+    The run ends behind the module ``last``: a head may refuse such a text, as T5's does.
+    """
+    ids = torch.arange(5, 5 + LENGTH, device=next(model.parameters()).device)[None] % words
+    found: dict[str, list[Tensor]] = {name: [] for name in layers}
+
+    def record(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+        return lambda _, args: found[name].extend(args[:1])
+
+    def stop(*_: Any) -> None:
+        raise Stop
+
+    handles = [model.get_submodule(name).register_forward_pre_hook(record(name)) for name in layers]
+    handles.append(model.get_submodule(last).register_forward_hook(stop))
+    try:
+        with suppress(Stop):
+            model(input_ids=ids, attention_mask=torch.ones_like(ids))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
+
+
+def tokens_alone(calls: Sequence[Tensor]) -> bool:
+    """Whether a layer with these ``calls`` reads one vector per token, and nothing else."""
+    return bool(calls) and all(x.shape[:-1] == (1, LENGTH) for x in calls)
+
+
+def tokens_and_more(calls: Sequence[Tensor]) -> bool:
+    """Whether a layer with these ``calls`` reads one vector per token, and something else in a call of its own.
+
+    DeBERTa's query and key layers read its table of distances too where they are shared (``share_att_key``).
+    """
+    sizes = {x.shape[:-1].numel() == LENGTH for x in calls}
+    return sizes == {True, False}
+
+
+def reaches(model: nn.Module, table: str, layer: str, words: int) -> bool:
+    """Whether what ``model`` looks up in ``table`` is part of the input of ``layer``. RoFormer's turns queries and keys."""
+
+    def move(_: nn.Module, __: tuple[Any, ...], out: Tensor) -> Tensor:
+        return out + torch.arange(out.shape[-1], dtype=out.dtype, device=out.device)
+
+    before = reads(model, [layer], words, layer)[layer]
+    handle = model.get_submodule(table).register_forward_hook(move)
+    try:
+        after = reads(model, [layer], words, layer)[layer]
+    finally:
+        handle.remove()
+    return not (before and after) or not torch.allclose(before[0], after[0])
