@@ -10,6 +10,7 @@ from torch import nn
 
 from rasura.attacks.shared.decoys import decoys
 from rasura.attacks.shared.twins import MOST, nearest, twins
+from rasura.attacks.shared.untwinned import untwinned
 from rasura.attacks.shared.verify import check, in_span, prove
 from rasura.attacks.updates.best import _settled
 from rasura.attacks.updates.joint_pursuit import JointPursuit
@@ -153,6 +154,22 @@ def test_a_decoder_with_many_twins_is_read_but_for_them(task: str) -> None:
         return
     left = exchanged(exchanged(text, 41, UNKNOWN), 42, UNKNOWN)
     assert guess.tokens[0][: len(left) - 1] == tuple(left[:-1]) and guess.confidence == "span"
+
+
+@pytest.mark.parametrize(("task", "tied"), [("causal", True), ("causal", False), ("classification", False)])
+def test_twins_that_the_whole_update_tells_apart_are_proven(task: str, tied: bool) -> None:
+    """Words that a user adds begin as the mean of all others, all but equal. With a tied output layer no row is empty."""
+    text = [CLS, 200, 40, 201, 60, 202, 61]
+    seen = seen_of(with_twins("llama", task, (200, 201, 202, 203), by=1e-3, tied=tied), [text], task, frozen=False)
+    guess = Span()(seen, rng=generator(0), budget=QUICK)
+    assert guess.confidence == "verified" and guess.tokens == (tuple(text),)
+
+
+def test_twins_in_several_texts_are_told_place_by_place() -> None:
+    rows = ((CLS, 200, 40, 201, 60, 202, 61), (CLS, 62, 202, 63, 200, 64))
+    model = with_twins("llama", "causal", (200, 201, 202, 203), by=1e-3, tied=True)
+    seen = seen_of(model, [list(row) for row in rows], "causal", frozen=False)
+    assert untwinned(seen, tuple(tuple(200 if 200 < t < 204 else t for t in text) for text in rows)) == rows
 
 
 def test_no_word_with_a_twin_is_claimed_by_joint_pursuit() -> None:

@@ -36,7 +36,7 @@ def decoys(
     """
     for (row, n), words in twins(seen, tokens).items():
         for word in words:
-            yield _with(tokens, {(row, n): word})
+            yield with_words(tokens, {(row, n): word})
     model, vocabulary = seen.model, seen.vocabulary
     places, ordinary = free_places(tokens, vocabulary), ordinary_ids(vocabulary)
     name = parts(model).word_embedding
@@ -58,24 +58,24 @@ def decoys(
         if not places[row]:
             continue
         least = min(places[row], key=lambda n: weight[text[n]])
-        yield _with(tokens, {(row, least): beside[text[least]]})
+        yield with_words(tokens, {(row, least): beside[text[least]]})
         place = places[row][int(torch.randint(len(places[row]), (), generator=rng))]
-        yield _with(tokens, {(row, place): other(text[place])})
+        yield with_words(tokens, {(row, place): other(text[place])})
         pairs = [(a, b) for a, b in zip(places[row], places[row][1:]) if text[a] != text[b]]
         if pairs:
             a, b = min(pairs, key=lambda pair: float(influence[text[pair[0]]] + influence[text[pair[1]]]))
-            yield _with(tokens, {(row, a): text[b], (row, b): text[a]})
+            yield with_words(tokens, {(row, a): text[b], (row, b): text[a]})
         after = (row + 1) % len(tokens)
         shared = [n for n in places[row] if n in places[after] and text[n] != tokens[after][n]]
         if shared:
             n = shared[int(torch.randint(len(shared), (), generator=rng))]
-            moved = _with(tokens, {(row, n): tokens[after][n], (after, n): text[n]})
+            moved = with_words(tokens, {(row, n): tokens[after][n], (after, n): text[n]})
             if sorted(moved) != sorted(tokens):  # texts that differ in one token would only change names
                 yield moved
-    near = _with(tokens, {(row, n): beside[tokens[row][n]] for row, n in free})
+    near = with_words(tokens, {(row, n): beside[tokens[row][n]] for row, n in free})
     if sorted(near) != sorted(tokens):
         yield near
-    yield _with(tokens, {(row, n): other(tokens[row][n]) for row, n in free})
+    yield with_words(tokens, {(row, n): other(tokens[row][n]) for row, n in free})
 
 
 def longer_or_shorter(seen: Observation, tokens: Texts, logits: Tensor) -> Iterator[Texts]:
@@ -104,7 +104,8 @@ def _replaced(tokens: Texts, row: int, text: tuple[int, ...]) -> Texts:
     return (*tokens[:row], text, *tokens[row + 1 :])
 
 
-def _with(tokens: Texts, new: dict[tuple[int, int], int]) -> Texts:
+def with_words(tokens: Texts, new: dict[tuple[int, int], int]) -> Texts:
+    """``tokens`` with other words at the places ``(text, number)`` of ``new``."""
     return tuple(tuple(new.get((row, n), t) for n, t in enumerate(text)) for row, text in enumerate(tokens))
 
 

@@ -11,6 +11,7 @@ import torch
 
 from rasura.attacks.shared.mechanism import announced_dropout
 from rasura.attacks.shared.twins import row_norms
+from rasura.attacks.shared.untwinned import untwinned
 from rasura.attacks.shared.verify import in_span, prove, verified
 from rasura.attacks.updates.span.assembling import MAX_COPIES, Sentences, arranged, assembled, completed
 from rasura.attacks.updates.span.attended import Attended, attended
@@ -258,7 +259,10 @@ class Span:
             "blocks": ",".join("output" if k >= 2 * count else str(k % count) for k in sorted(spaces)),
             "dropout_fit": active,
         }
-        proof = None if active else prove(seen, tokens, [[s for _, s in text] for text in texts])
+        types = [[s for _, s in text] for text in texts]
+        proof = None if active else prove(seen, tokens, types)
+        if proof is None and not active and (told := untwinned(seen, tokens, types)) != tokens:
+            proof = prove(seen, told, types)
         if proof is not None:
             return verified(proof, details)
         return in_span(tokens, seen, believed=believed(), residual=residual, details=details)
