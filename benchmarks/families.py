@@ -36,10 +36,10 @@ MAX_WORDS = 10
 NAMES = {
     "bert": "BERT", "roberta": "RoBERTa", "distilbert": "DistilBERT", "albert": "ALBERT", "electra": "ELECTRA",
     "deberta-v2": "DeBERTa-v2", "mpnet": "MPNet", "modernbert": "ModernBERT", "roformer": "RoFormer", "xlnet": "XLNet",
-    "t5": "T5 (encoder)", "gpt2": "GPT-2", "opt": "OPT", "gpt-neox": "GPT-NeoX", "bloom": "Bloom", "falcon": "Falcon",
-    "mpt": "MPT", "deberta-v3": "DeBERTa-v2, v3 (shared keys)", "llama": "Llama, SmolLM2", "mistral": "Mistral",
-    "qwen2": "Qwen2", "qwen3": "Qwen3", "gemma": "Gemma", "gemma2": "Gemma 2", "gemma3": "Gemma 3", "phi": "Phi",
-    "phi3": "Phi-3", "mixtral": "Mixtral", "smollm3": "SmolLM3",
+    "t5": "T5 (encoder)", "gpt2": "GPT-2", "opt": "OPT", "gpt-neox": "GPT-NeoX", "bloom": "Bloom",
+    "falcon": "Falcon (rotary)", "mpt": "MPT", "deberta-v3": "DeBERTa-v2, v3 (shared keys)", "llama": "Llama, SmolLM2",
+    "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "gemma": "Gemma", "gemma2": "Gemma 2", "gemma3": "Gemma 3",
+    "phi": "Phi", "phi3": "Phi-3", "mixtral": "Mixtral", "smollm3": "SmolLM3",
 }  # fmt: skip
 
 
