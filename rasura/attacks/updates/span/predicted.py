@@ -55,20 +55,25 @@ class Ran:
         return self.logits.detach().softmax(0) @ pushed.T - pushed.T
 
 
-def run(model: nn.Module, lin: Linear, tokens: Tensor) -> Ran:
-    """``model`` on the prefix ``tokens`` ``(length,)``."""
+def run(model: nn.Module, lin: Linear, tokens: Tensor, *, head: Linear | None = None) -> Ran:
+    """``model`` on the prefix ``tokens`` ``(length,)``. Its ``head``, if given, runs at the last position alone."""
     outputs: list[Tensor] = []
 
     def keep(_: nn.Module, __: tuple[Any, ...], out: Tensor) -> Tensor:
         outputs.append(out.detach().requires_grad_(True))
         return outputs[-1].clone()  # Falcon adds to it in place
 
-    handle = model.get_submodule(lin.module).register_forward_hook(keep)
+    def last(_: nn.Module, states: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (states[0][..., -1:, :], *states[1:]) if states else states
+
+    handles = [model.get_submodule(lin.module).register_forward_hook(keep)]
+    handles += [model.get_submodule(head.module).register_forward_pre_hook(last)] if head else []
     try:
         with torch.enable_grad():
             logits = model(input_ids=tokens[None], attention_mask=torch.ones_like(tokens)[None]).logits[0, -1]
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()
     return Ran(logits, outputs[-1])
 
 
@@ -76,7 +81,7 @@ class Predicted:
     """Proposes tokens behind prefixes, by the column ``space`` of the gradient of ``lin``."""
 
     def __init__(self, inputs: Inputs, lin: Linear, space: RowSpace) -> None:
-        self.model, self.lin = inputs.model, lin
+        self.model, self.lin, self.head = inputs.model, lin, inputs.parts.head
         within = torch.randn(space.rank, DIRECTIONS, dtype=torch.float64, generator=generator(0, "predicted"))
         across = torch.randn(DIRECTIONS, len(space.basis), dtype=torch.float64, generator=generator(1, "predicted"))
         self.directions = torch.cat([space.outside(across), (space.basis @ within).T])
@@ -91,7 +96,7 @@ class Predicted:
     def outside(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """The logits of what follows ``tokens``, and how much of each one's ``delta`` lies outside the column space, by what
         lies within: both ``(vocabulary,)``. Rounding alone leaves 1e-5 of a true one outside."""
-        found = run(self.model, self.lin, tokens)
+        found = run(self.model, self.lin, tokens, head=self.head)
         along = found.sides(self.directions)
         outside, inside = along[:, :DIRECTIONS].norm(dim=1), along[:, DIRECTIONS:].norm(dim=1)
         return found.logits.detach(), outside / inside.clamp_min(1e-30)
