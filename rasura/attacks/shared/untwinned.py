@@ -23,6 +23,8 @@ def untwinned(seen: Observation, tokens: Texts, types: Sequence[Sequence[int]] |
     They are tried place by place, then exchanged in pairs. What comes back is no better told than ``tokens`` unless it is
     proven.
     """
+    if not twins(seen, tokens):
+        return tokens
     best, error, left = tokens, check(seen, tokens, types)[0], TRIED
     before = None
     while before != best:
