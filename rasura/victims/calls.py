@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -15,6 +15,16 @@ LENGTH = 5
 
 class Stop(Exception):
     """Ends a run of a model where the rest of it is not needed."""
+
+
+@contextmanager
+def hooked(*handles: Any) -> Iterator[None]:
+    """Inside the block, the hooks of ``handles`` are there; afterwards they are removed."""
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 @torch.no_grad()
@@ -34,12 +44,8 @@ def reads(model: nn.Module, layers: Sequence[str], words: int, last: str) -> dic
 
     handles = [model.get_submodule(name).register_forward_pre_hook(record(name)) for name in layers]
     handles.append(model.get_submodule(last).register_forward_hook(stop))
-    try:
-        with suppress(Stop):
-            model(input_ids=ids, attention_mask=torch.ones_like(ids))
-    finally:
-        for handle in handles:
-            handle.remove()
+    with hooked(*handles), suppress(Stop):
+        model(input_ids=ids, attention_mask=torch.ones_like(ids))
     return found
 
 
@@ -57,16 +63,13 @@ def tokens_and_more(calls: Sequence[Tensor]) -> bool:
     return sizes == {True, False}
 
 
-def reaches(model: nn.Module, table: str, layer: str, words: int) -> bool:
-    """Whether what ``model`` looks up in ``table`` is part of the input of ``layer``. RoFormer's turns queries and keys."""
+def reaches(model: nn.Module, table: str, layer: str, words: int, before: Sequence[Tensor]) -> bool:
+    """Whether what ``model`` looks up in ``table`` is part of the input of ``layer``, which reads ``before`` (``reads``).
+    RoFormer's table turns queries and keys."""
 
     def move(_: nn.Module, __: tuple[Any, ...], out: Tensor) -> Tensor:
         return out + torch.arange(out.shape[-1], dtype=out.dtype, device=out.device)
 
-    before = reads(model, [layer], words, layer)[layer]
-    handle = model.get_submodule(table).register_forward_hook(move)
-    try:
+    with hooked(model.get_submodule(table).register_forward_hook(move)):
         after = reads(model, [layer], words, layer)[layer]
-    finally:
-        handle.remove()
     return not (before and after) or not torch.allclose(before[0], after[0])

@@ -7,8 +7,8 @@ alone, whatever its place. Only the weights w depend on the order of the text, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,15 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rasura.victims.calls import Stop, hooked
 from rasura.victims.models import Linear, evaluating, layer_inputs, parts
 from rasura.victims.positions import first_inputs
 
 SAME = 1e-4
 """Largest relative error of the sum above on the model itself: float32 leaves 1e-6."""
-
-
-class _Stop(Exception):
-    pass
 
 
 @dataclass(frozen=True)
@@ -117,28 +114,19 @@ def _holds(found: FirstAttention, ids: Tensor, z: Tensor, weights: Tensor) -> bo
     return bool((left - added).norm() <= SAME * left.norm())
 
 
-@contextmanager
-def _hooked(handles: list[Any]) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
 def _ran(model: nn.Module, block: str, ids: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
     """Input and output of every module of ``block`` that takes and gives a tensor, in the order in which they end."""
     found: dict[str, tuple[Tensor, Tensor]] = {}
 
     def keep(name: str, _: nn.Module, args: tuple[Any, ...], out: Any) -> None:
         if name == block:
-            raise _Stop
+            raise Stop
         if args and isinstance(args[0], Tensor) and isinstance(out, Tensor):
             found[name] = args[0], out
 
     modules = [(n, m) for n, m in model.named_modules() if n == block or n.startswith(block + ".")]
     handles = [m.register_forward_hook(partial(keep, n)) for n, m in modules]
-    with _hooked(handles), evaluating(model), suppress(_Stop):
+    with hooked(*handles), evaluating(model), suppress(Stop):
         model(input_ids=ids, attention_mask=torch.ones_like(ids))
     return found
 
@@ -151,10 +139,10 @@ def _attention(model: nn.Module, output: str, ids: Tensor) -> Tensor | None:
     def keep(_: nn.Module, __: tuple[Any, ...], out: Any) -> None:
         rest = out[1:] if isinstance(out, tuple) else ()
         found.extend(t for t in rest if isinstance(t, Tensor) and t.dim() == 4 and t.shape[2:] == (ids.shape[1],) * 2)
-        raise _Stop
+        raise Stop
 
     handle = model.get_submodule(output.rpartition(".")[0]).register_forward_hook(keep)
-    with _hooked([handle]), evaluating(model), suppress(_Stop):
+    with hooked(handle), evaluating(model), suppress(Stop):
         model(input_ids=ids, attention_mask=torch.ones_like(ids))
     return found[0] if found else None
 

@@ -6,7 +6,7 @@ Another structure needs an adapter: ``register``, or the entry point ``rasura.mo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from rasura.core.interfaces import InputError
 from rasura.core.word_rows import output_layer, running
-from rasura.victims.calls import Stop, reaches, reads, tokens_alone, tokens_and_more
+from rasura.victims.calls import Stop, hooked, reaches, reads, tokens_alone, tokens_and_more
 from rasura.victims.embeddings import embedding_names, position_tables, word_embedding
 from rasura.victims.plugins import plugged
 
@@ -141,15 +141,17 @@ def _find(model: nn.Module) -> Parts:
     list_name, modules = listed
     linears = _linears(model)
     blocks = tuple(_block(model, index, f"{list_name}.{index}", linears) for index in range(len(modules)))
+    words = embedding.num_embeddings
     with evaluating(model):
-        calls = reads(model, [lin.module for b in blocks for lin in b.qkv], embedding.num_embeddings, blocks[-1].module)
-    blocks = tuple(replace(b, qkv=_reading_tokens(b.qkv, calls)) for b in blocks)
+        calls = reads(model, [lin.module for lin in blocks[0].qkv], words, blocks[0].module)
+    more = {name.removeprefix(blocks[0].module) for name, xs in calls.items() if tokens_and_more(xs)}
+    blocks = tuple(replace(b, qkv=_without(b, more) or b.qkv) for b in blocks)
     outside = [lin for lin in linears if not lin.module.startswith(list_name + ".") and lin.weight != f"{word}.weight"]
     output = running(output_layer(model))
     first = blocks[0].qkv[0]
     tables = position_tables(model, word)
     with evaluating(model):
-        position = next((n for n in tables if reaches(model, n, first.module, embedding.num_embeddings)), None)
+        position = next((n for n in tables if reaches(model, n, first.module, words, calls[first.module])), None)
     weight = model.get_submodule(first.module).weight
     assert isinstance(weight, Tensor)
     return Parts(
@@ -160,7 +162,7 @@ def _find(model: nn.Module) -> Parts:
         linears,
         outside[-1] if outside else None,
         int(weight.shape[0] if first.transposed else weight.shape[1]),
-        _sees_only_the_past(model, blocks[-1].module, embedding.num_embeddings),
+        _sees_only_the_past(model, blocks[-1].module, words),
         output is not None and getattr(output, "weight", None) is embedding.weight,
     )
 
@@ -180,9 +182,10 @@ def _block(model: nn.Module, index: int, name: str, linears: Sequence[Linear]) -
     return Block(index, name, qkv)
 
 
-def _reading_tokens(layers: tuple[Linear, ...], calls: Mapping[str, Sequence[Tensor]]) -> tuple[Linear, ...]:
-    """Those of ``layers`` whose inputs are one vector per token: the row space of the others holds more."""
-    return tuple(lin for lin in layers if not tokens_and_more(calls[lin.module])) or layers
+def _without(block: Block, more: Container[str]) -> tuple[Linear, ...]:
+    """The attention layers of ``block`` but those with a name in ``more``, which read more than tokens: so does their row
+    space hold more."""
+    return tuple(lin for lin in block.qkv if lin.module.removeprefix(block.module) not in more)
 
 
 def reading_tokens(model: nn.Module, layers: Sequence[Linear]) -> list[Linear]:
@@ -258,12 +261,8 @@ def layer_output(model: nn.Module, module: str, **inputs: Any) -> Tensor | None:
         outputs.append(out if isinstance(out, Tensor) else out[0])
         raise Stop
 
-    handle = model.get_submodule(module).register_forward_hook(keep)
-    try:
-        with evaluating(model), suppress(Stop):
-            model(**inputs)
-    finally:
-        handle.remove()
+    with hooked(model.get_submodule(module).register_forward_hook(keep)), evaluating(model), suppress(Stop):
+        model(**inputs)
     return outputs[0] if outputs else None
 
 

@@ -6,6 +6,7 @@ Yin et al. 2021), up to the head's own mean prediction, which the attacker's mod
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -106,12 +107,18 @@ def class_deltas(seen: Observation, head: Linear, typical: Tensor) -> tuple[Tens
     return rows @ typical, False
 
 
+def _off(deltas: Tensor) -> float:
+    """How far ``deltas`` ``(classes,)`` are from a sum of zero. Softmax and one-hot both sum to one, so true ones have that
+    sum; independent noise does not, nor does another loss."""
+    return abs(float(deltas.sum())) / math.sqrt(len(deltas))
+
+
 def refuse_other_losses(seen: Observation, deltas: Tensor) -> None:
     """Raises ``AttackFailed`` where the gradient ``deltas`` ``(classes,)`` of an output bias, from a file of unknown loss,
-    cannot be that of plain cross entropy: softmax and one-hot both sum to one. AdamW's steps sum to anything."""
+    cannot be that of plain cross entropy. AdamW's steps sum to anything."""
     if seen.message.sign == "known" or announced_noise(seen)[0] > 0 or announced_update(seen).adaptive:
         return
-    if abs(float(deltas.sum())) > UNBALANCED * float(deltas.norm()) * len(deltas) ** 0.5:
+    if _off(deltas) > UNBALANCED * float(deltas.norm()):
         raise AttackFailed(
             "the gradient of the head's bias does not sum to zero over the labels, as that of plain cross entropy does. The "
             "loss was another one, or noise or rounding moved it, so no label is named"
@@ -172,8 +179,7 @@ class LabelRecovery:
             raise AttackFailed("the head's gradient is zero or not finite")
         if exact:
             refuse_other_losses(seen, deltas)
-        # Softmax and one-hot both sum to one, so true deltas sum to zero; independent noise does not.
-        off = abs(float(deltas.sum())) / len(deltas) ** 0.5
+        off = _off(deltas)
         noisy = off > 1e-3 * float(deltas.norm())
         if noisy and -float(deltas.min()) < 3 * off:
             raise AttackFailed("the head's gradient does not sum to zero over the labels: noise hides the sign")
