@@ -68,12 +68,12 @@ def chained(tells: Predicted, starts: Sequence[int], size: int) -> Iterator[tupl
 def _following(tells: Predicted, head: tuple[int, ...]) -> Iterator[int]:
     """The words that clearly follow ``head``, the nearest first; without any, those that lie near it. Behind a first token,
     these are words behind which one clearly follows."""
-    _, outside = tells.outside(torch.tensor(head))
+    _, (outside,) = tells.outside(torch.tensor([head]))
     clear = tells.clear(outside)
     if clear or len(head) > 1:
         near = outside.topk(SECOND, largest=False)
         yield from clear or near.indices[near.values < NEAR].tolist()
         return
     for token in outside.topk(SECOND, largest=False).indices.tolist():
-        if tells.clear(tells.outside(torch.tensor((*head, token)))[1]):
+        if tells.clear(tells.outside(torch.tensor([(*head, token)]))[1][0]):
             yield token

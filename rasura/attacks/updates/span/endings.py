@@ -162,10 +162,10 @@ def _named(model: nn.Module, lin: Linear, tokens: Sequence[int], delta: Tensor) 
 
     Of the whole vocabulary by the sides of its ``delta``, then exactly for the best.
     """
-    ran = run(model, lin, torch.tensor(list(tokens)))
-    logits = ran.logits
+    ran = run(model, lin, torch.tensor([list(tokens)]))
+    logits = ran.logits[0]
     directions = _directions(delta).to(logits)
-    sides = ran.sides(directions)
+    (sides,) = ran.sides(directions)
     along = sides @ (directions @ delta.to(logits)) / sides.norm(dim=1).clamp_min(1e-30)
     nearest = along.topk(min(NEAREST, len(along))).indices
     wanted = logits.detach().softmax(0).repeat(len(nearest), 1)
