@@ -16,7 +16,7 @@ from rasura.attacks.updates import best
 from rasura.attacks.updates.span import Span, endings, prefixes
 from rasura.attacks.updates.span import predicted as predictions
 from rasura.attacks.updates.span.attack import dager
-from rasura.attacks.updates.span.chains import chained
+from rasura.attacks.updates.span.chains import chained, explaining
 from rasura.attacks.updates.span.inputs import Inputs
 from rasura.attacks.updates.span.predicted import predicted
 from rasura.core.batches import Batch
@@ -206,12 +206,13 @@ def test_texts_grow_from_what_is_predicted_alone() -> None:
     seen = seen_of(tiny("llama", "causal", hidden=96, words=500), batch_of(rows, "causal"), "causal")
     tells = predicted(seen, Inputs(seen.model))
     assert tells is not None
-    *_, found = chained(tells, [3, 40, 5, 70, 41, 9], 3)
-    assert sorted(found) == sorted(map(tuple, rows))
+    found = explaining(seen, chained(tells, [3, 40, 5, 70, 41, 9], 3), 3)
+    assert found is not None and sorted(found) == sorted(map(tuple, rows))
+    assert explaining(seen, chained(tells, [3, 40, 70, 41, 9], 3), 3) is None, "one of the texts begins with another word"
     twice = [[40, 40, 40, 41, 9, 7]]
     seen = seen_of(tiny("llama", "causal", hidden=96, words=500), batch_of(twice, "causal"), "causal")
     tells = predicted(seen, Inputs(seen.model))
-    assert tells is not None and all(tuple(twice[0]) != text for texts in chained(tells, [40, 41], 1) for text in texts)
+    assert tells is not None and all(tuple(twice[0]) != chain.text for chain in chained(tells, [40, 41], 1))
 
 
 def test_a_text_grows_on_where_a_word_is_hardly_told_from_one_that_is_like_it() -> None:
@@ -228,7 +229,7 @@ def test_a_text_grows_on_where_a_word_is_hardly_told_from_one_that_is_like_it() 
     assert tells is not None
     _, (outside,) = tells.outside(torch.tensor([text[:3]]))
     assert not tells.clear(outside) and outside.topk(2, largest=False).indices.tolist() == [9, 100]
-    assert next(chained(tells, [40], 1)) == (tuple(text),)
+    assert explaining(seen, chained(tells, [40], 1), 1) == (tuple(text),)
 
 
 @pytest.mark.slow

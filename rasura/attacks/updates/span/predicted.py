@@ -142,7 +142,7 @@ class Predicted:
         lies outside the column space, by what lies within: both ``(prefixes, vocabulary)``. Rounding alone leaves 1e-5 of a
         true one outside."""
         logits, shares = list[Tensor](), list[Tensor]()
-        for some in tokens.split(self.together):
+        for some in torch.split(tokens, self.together):
             found = run(self.model, self.lin, some, head=self.head)
             along = found.sides(self.directions)
             outside, inside = along[..., :DIRECTIONS].norm(dim=-1), along[..., DIRECTIONS:].norm(dim=-1)
