@@ -79,6 +79,7 @@ class Assignments(Calls):
         found = parts(kind)
         if isinstance(target, ast.Subscript) and parts(self.kind(target.slice, where)) & k.DATA:
             found = found | {k.FIGURE}
+        found |= {k.FIGURE} if where.private else set()
         if base == k.GROUPS and ast.unparse(target.slice if isinstance(target, ast.Subscript) else target) == "'lr'":
             if found != {k.PUBLIC} or where.private:
                 self.doubt(target, f"{shown} depends on private values")

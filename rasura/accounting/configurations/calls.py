@@ -6,6 +6,7 @@ import ast
 from dataclasses import dataclass, field
 
 import rasura.accounting.configurations.kinds as k
+from rasura.accounting.configurations.effects import READING
 from rasura.accounting.configurations.expressions import Batch, Where
 from rasura.accounting.configurations.functions import Functions, over_classes
 from rasura.accounting.configurations.kinds import Kind, parts
@@ -117,10 +118,13 @@ class Calls(Functions):
         step = kind == k.OPTIMIZER and name == "step"
         if step and (batch := self._trained_on(node, "the step of the optimizer", where)) is not None:
             batch.steps[node, where.calls] = None
+            batch.pending = False
         if kind == k.TRAINER and name == "train":
             self.trained(node, where)
-        if where.private and name in ("step", "save_pretrained", "push_to_hub", "save_model"):
+        if where.private and name not in READING:
             self.doubt(node, f"{ast.unparse(node)[:80]} depends on private values")
+        if name == "zero_grad" and where.batch is not None and where.batch.pending:
+            self.doubt(node, f"{ast.unparse(node)[:80]} drops the gradient before the step")
         if kind == k.MODEL and name in ("train", "eval"):
             self.evaluating = name == "eval" or any(ast.unparse(one) == "False" for one in node.args)
         return found or k.PUBLIC
@@ -137,6 +141,7 @@ class Calls(Functions):
                 self.doubt(node, self.own_loss)
             if (batch := self._trained_on(node, "the gradient", where)) is not None:
                 batch.backwards[node, where.calls] = None
+                batch.pending = True
             return k.PUBLIC
         if name == "backward":
             says = "the gradient is not that of a known loss, of the model's output on a batch of its loader"

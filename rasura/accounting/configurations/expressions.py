@@ -25,11 +25,13 @@ _ALIKE = ({k.WEIGHTS}, {k.SCHEDULE}, {k.PARAMETERS}, {k.PLAIN})
 
 @dataclass
 class Batch:
-    """What was done with one batch of the private loader: each node, with the calls that lead to it."""
+    """What was done with one batch of the private loader: each node, with the calls that lead to it. ``pending``: there is
+    a gradient that no step has used."""
 
     forwards: dict[Made, None] = field(default_factory=dict)
     backwards: dict[Made, None] = field(default_factory=dict)
     steps: dict[Made, None] = field(default_factory=dict)
+    pending: bool = False
 
 
 class Where(NamedTuple):
@@ -49,6 +51,10 @@ class Where(NamedTuple):
     def bar(self, why: str) -> Where:
         """The same place where nothing may be trained."""
         return self._replace(barred=self.barred or why)
+
+    def by(self, kind: Kind) -> Where:
+        """The same place, where a value of this kind decides whether it is reached."""
+        return self._replace(private=self.private or bool(parts(kind) & k.DATA))
 
 
 @dataclass
@@ -140,8 +146,8 @@ class Expressions:
         return found
 
     def _either(self, node: ast.IfExp, where: Where) -> Kind:
-        inner = where.bar("it stands under if")
-        private = bool(parts(self.kind(node.test, where)) & k.DATA)
+        test = self.kind(node.test, where)
+        inner, private = where.bar("it stands under if").by(test), bool(parts(test) & k.DATA)
         found = joined((self.kind(node.body, inner), self.kind(node.orelse, inner)))
         if private and parts(found) <= {k.PUBLIC}:
             return k.FIGURE
@@ -154,7 +160,11 @@ class Expressions:
         """An operation on values: a figure if any of them is private."""
         shown = isinstance(node, ast.JoinedStr | ast.Compare)
         inner = where.bar("it stands under and or or") if isinstance(node, ast.BoolOp) else where
-        kinds = [self.kind(one, inner) for one in ast.iter_child_nodes(node) if isinstance(one, ast.expr)]
+        kinds: list[Kind] = []
+        for one in (one for one in ast.iter_child_nodes(node) if isinstance(one, ast.expr)):
+            kinds.append(self.kind(one, inner))
+            if isinstance(node, ast.BoolOp) or (isinstance(node, ast.Compare) and len(kinds) > 1):
+                inner = inner.by(tuple(kinds))  # the first values decide whether the others are computed
         found = {one for kind in kinds for one in parts(kind)}
         held = isinstance(node, ast.List | ast.Dict | ast.Set | ast.Starred | ast.BoolOp | ast.Await | ast.Yield)
         if isinstance(node, ast.FormattedValue):
@@ -194,8 +204,11 @@ class Expressions:
         for one in node.generators:
             kind = self.kind(one.iter, where)
             over |= parts(kind)
+            inner = inner if kind in (k.BATCH, k.ITEMS) else inner.by(kind)
             self.bind(one.target, self.element(one.iter, kind), inner)
-            private |= any(bool(parts(self.kind(test, inner)) & k.DATA) for test in one.ifs)
+            for test in (self.kind(each, inner) for each in one.ifs):
+                private |= bool(parts(test) & k.DATA)
+                inner = inner.by(test)
         elements = [node.key, node.value] if isinstance(node, ast.DictComp) else [node.elt]
         found = {part for one in elements for part in parts(self.kind(one, inner))}
         if found - {k.PUBLIC} == {k.COLUMN} and len(node.generators) == 1 and over <= {k.BATCH, k.ITEMS} and not private:

@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 
 import rasura.accounting.configurations.kinds as k
+from rasura.accounting.configurations.effects import harmless
 from rasura.accounting.configurations.expressions import Expressions, Where
 from rasura.accounting.configurations.kinds import Kind, parts
 from rasura.accounting.configurations.scopes import root
@@ -62,6 +63,8 @@ class Functions(Expressions):
     def named(self, node: ast.Call, where: Where) -> Kind:
         """A function that this file does not have."""
         name, library = self.scopes.original(node.func), self.scopes.library(node.func)
+        if where.private:
+            self._by_private(node, name)
         if library in ("", "torch") and name in (*k.FUNCTIONAL, *k.ALIKE):
             return self.loss(node, where, alike=name in k.ALIKE)
         if library in ("", "torch") and name in (*k.LOSSES, *k.LOSSES_ALIKE):
@@ -88,6 +91,14 @@ class Functions(Expressions):
                 self.doubt(node, f"{ast.unparse(node.func)[:80]} in the loop over the loader is not known here")
             return k.PUBLIC
         return self._of_private(node, name, library, given, where)
+
+    def _by_private(self, node: ast.Call, name: str) -> None:
+        """A function that private values call, or not: it must change nothing but a list, which is then private."""
+        first = root(node.func)
+        if not harmless(self.scopes, node):
+            self.doubt(node, f"{ast.unparse(node)[:80]} depends on private values")
+        elif name in (*k.KEEPS, "clear", "reset") and isinstance(node.func, ast.Attribute) and isinstance(first, ast.Name):
+            self.taint(first, {k.FIGURE})
 
     def _of_private(self, node: ast.Call, name: str, library: str | None, given: set[str], where: Where) -> Kind:
         """A function that takes something private, which it must only read."""

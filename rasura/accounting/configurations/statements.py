@@ -11,26 +11,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import rasura.accounting.configurations.kinds as k
-from rasura.accounting.configurations.assignments import Assignments
+from rasura.accounting.configurations.entering import Entering, Leaves
 from rasura.accounting.configurations.expressions import Batch, Where
 from rasura.accounting.configurations.facts import Value
 from rasura.accounting.configurations.kinds import Kind, joined, parts, stale
 from rasura.accounting.configurations.scopes import ENDS, Variable, last_name
 
-Leaves = set[str]
-"""How a block may end before its last statement: by return, break, continue or raise, ``private`` if by private values."""
-
+_BINDING = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Delete)
 _LEAVING = {ast.Return: "return", ast.Break: "break", ast.Continue: "continue", ast.Raise: "raise"}
 
 
 @dataclass
-class Statements(Assignments):
+class Statements(Entering):
     """``passes``: the loops over the private loader that train, and how often each runs. ``read``: values of expressions."""
 
     read: Callable[[ast.expr], Value] = lambda _: None
     passes: dict[tuple[ast.AST, tuple[ast.AST, ...]], int | None] = field(default_factory=dict)
-    entered: set[ast.AST] = field(default_factory=set)
-    returned: list[list[Kind]] = field(default_factory=list)
 
     def block(self, body: Sequence[ast.stmt], where: Where) -> Leaves:
         """Follow statements. After one that may leave by private values, nothing may be trained."""
@@ -43,6 +39,8 @@ class Statements(Assignments):
 
     def statement(self, node: ast.stmt, where: Where) -> Leaves:
         """Follow a statement."""
+        if where.private and isinstance(node, _BINDING):
+            self.doubt(node, f"{ast.unparse(node).splitlines()[0][:80]} depends on private values")
         if isinstance(node, ast.Expr):
             self.kind(node.value, where)
             if isinstance(node.value, ast.Call) and last_name(node.value.func) in ENDS:
@@ -62,8 +60,11 @@ class Statements(Assignments):
         elif isinstance(node, ast.Return | ast.Break | ast.Continue | ast.Raise):
             return self._leave(node, where)
         elif isinstance(node, ast.Assert):
-            if parts(self.kind(node.test, where)) & k.DATA:
-                return self._leave(node, where._replace(private=True))
+            failed = where.by(self.kind(node.test, where))
+            if node.msg is not None:
+                self.kind(node.msg, failed)
+            if failed.private:
+                return self._leave(node, failed)
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             for default in (*node.decorator_list, *node.args.defaults, *(one for one in node.args.kw_defaults if one)):
                 if strange := parts(self.kind(default, where.bar("it stands in the head of a function"))) - {k.PUBLIC}:
@@ -120,8 +121,14 @@ class Statements(Assignments):
 
     def _try(self, node: ast.Try, where: Where) -> Leaves:
         where = where.bar("it stands under try")
-        leaves = self._branch((node.body, *([*node.body, *one.body] for one in node.handlers)), where)
-        return leaves | self.block([*node.orelse, *node.finalbody], where)
+        leaves = self._branch((node.body,), where)
+        names = (one for part in node.body for one in ast.walk(part) if isinstance(one, ast.Name))
+        inner = where.by(tuple(self.env.get(self.scopes.variable(one.id, one), k.PUBLIC) for one in names))
+        if inner.private or "private" in leaves:  # private values may decide whether there is an error
+            inner = inner._replace(private=True)
+            leaves |= self._branch((node.body,), inner)
+        leaves |= self._branch(([], *(one.body for one in node.handlers)), inner)
+        return leaves | self.block(node.orelse, inner) | self.block(node.finalbody, where)
 
     def _with(self, node: ast.With, where: Where) -> Leaves:
         closed: list[Variable] = []
@@ -147,10 +154,10 @@ class Statements(Assignments):
         if isinstance(node.test, ast.Constant):
             where = where.bar("it stands under while without a condition, so that nothing says how often it runs")
         where = where._replace(times=None)
-        leaves = self._repeated(node.body, where, lambda: self.kind(node.test, where))
-        return leaves | self.block(node.orelse, where)
+        leaves = self._repeated(node.body, where, lambda place: self.kind(node.test, place))
+        return self._after(node, leaves, where)
 
-    def _repeated(self, body: Sequence[ast.stmt], where: Where, start: Callable[[], Kind | None]) -> Leaves:
+    def _repeated(self, body: Sequence[ast.stmt], where: Where, start: Callable[[Where], Kind | None]) -> Leaves:
         """Follow the body of a loop until the kinds of the variables stay as they are.
 
         ``start`` is what happens before each time; the body runs again if the kind that it returns says so.
@@ -158,7 +165,7 @@ class Statements(Assignments):
         leaves: Leaves = set()
         for _ in range(6):
             before = dict(self.env)
-            if parts(start() or k.PUBLIC) & k.DATA:
+            if parts(start(where) or k.PUBLIC) & k.DATA:
                 where = where.bar("private values decide how often it runs")._replace(private=True)
             found = self.block(body, where._replace(within=True))
             leaves |= found
@@ -168,7 +175,12 @@ class Statements(Assignments):
             self.env = self._joined((before, self.env))
             if self.env == before and not again:
                 break
-        return leaves - {"break", "continue"} if leaves & {"return", "raise"} else set()
+        return leaves
+
+    def _after(self, node: ast.For | ast.While, leaves: Leaves, where: Where) -> Leaves:
+        """Follow what stands under ``else`` of a loop, which does not run after ``break``."""
+        kept = leaves - {"break", "continue"} if leaves & {"return", "raise"} else set()
+        return kept | self.block(node.orelse, where._replace(private=where.private or "private" in leaves))
 
     def _for(self, node: ast.For, where: Where) -> Leaves:
         kind = self.kind(node.iter, where)
@@ -185,8 +197,8 @@ class Statements(Assignments):
             inner = inner.bar(f"it stands in a loop over {ast.unparse(node.iter)[:60]}, which is not the loader")
         element = self.element(node.iter, kind)
         self.shares(node.target, node.iter)
-        leaves = self._repeated(node.body, inner, lambda: self.bind(node.target, element, inner))
-        return leaves | self.block(node.orelse, where)
+        leaves = self._repeated(node.body, inner, lambda place: self.bind(node.target, element, place))
+        return self._after(node, leaves, where)
 
     def _drawn(self, node: ast.For, numbered: bool, where: Where) -> Leaves:
         """The loop over the private loader: one loss and one step for each batch, and nothing left out."""
@@ -194,7 +206,7 @@ class Statements(Assignments):
             self.doubt(node, "a loop over the loader stands in another")
         batch = Batch()
 
-        def start() -> None:
+        def start(_: Where) -> None:
             self.env = {name: stale(kind) for name, kind in self.env.items()}
             for made in (batch.forwards, batch.backwards, batch.steps):
                 made.clear()
@@ -203,7 +215,7 @@ class Statements(Assignments):
         leaves = self._repeated(node.body, where._replace(batch=batch, within=False), start)
         self.env = {name: stale(kind) for name, kind in self.env.items()}
         self._counted(node, batch, where)
-        return leaves | self.block(node.orelse, where)
+        return self._after(node, leaves, where)
 
     def _counted(self, node: ast.For, batch: Batch, where: Where) -> None:
         """Doubt more or less than one step for each batch that is trained on."""
@@ -232,64 +244,3 @@ class Statements(Assignments):
         if call is None or call.keywords or times is None or len(whole) != len(ends) or not 1 <= len(whole) <= 2:
             return None
         return times * max(0, whole[-1] - (whole[0] if len(whole) == 2 else 0))
-
-    # --- functions
-
-    def enter(self, function: ast.FunctionDef, call: ast.Call, where: Where) -> Kind:
-        """Follow a function of this file, with what it is called on."""
-        given = {part for one in call.args for part in parts(self.kind(_plain(one), where))}
-        if len(where.calls) > 12 or function in where.calls:
-            self.doubt(call, f"{function.name} calls itself, or too many others")
-            return k.PUBLIC
-        bound = self._parameters(function, call, where)
-        starred = any(isinstance(one, ast.Starred) for one in call.args) or any(one.arg is None for one in call.keywords)
-        given |= {part for one in call.keywords for part in parts(self.kind(one.value, where))}
-        if starred and given - {k.PUBLIC}:
-            self.doubt(call, f"which parameter of {function.name} gets what is not understood")
-        return self.run(function, bound, where._replace(calls=(*where.calls, call, function)))
-
-    def _parameters(self, function: ast.FunctionDef, call: ast.Call, where: Where) -> dict[str, Kind]:
-        named = [one.arg for one in (*function.args.posonlyargs, *function.args.args)]
-        bound: dict[str, Kind] = {}
-        for name, value in zip(named, call.args):
-            bound[name] = self.kind(_plain(value), where)
-            self.share(Variable(function, name), _plain(value))
-        for one in call.keywords:
-            if one.arg is not None:
-                self.share(Variable(function, one.arg), one.value)
-        beyond = [self.kind(_plain(one), where) for one in call.args[len(named) :]]
-        bound |= {one.arg: self.kind(one.value, where) for one in call.keywords if one.arg is not None}
-        every = {*named, *(one.arg for one in function.args.kwonlyargs)}
-        beyond += [kind for name, kind in bound.items() if name not in every]
-        if any(parts(kind) - {k.PUBLIC} for kind in beyond):
-            self.doubt(call, f"which parameter of {function.name} gets what is not understood")
-        return {name: kind for name, kind in bound.items() if name in every}
-
-    def run(self, function: ast.FunctionDef, bound: dict[str, Kind], where: Where) -> Kind:
-        """Follow the body of a function; the kind of what it returns."""
-        self.entered.add(function)
-        for variable in [one for one in self.env if one.scope is function]:
-            del self.env[variable]
-        for name, kind in bound.items():
-            self.put(Variable(function, name), kind)
-        if function.decorator_list:
-            blind = {"no_grad", "inference_mode"} & {self.scopes.original(_called(one)) for one in function.decorator_list}
-            where = where._replace(blind=where.blind or bool(blind))
-        self.returned.append([])
-        mode = self.evaluating
-        leaves = self.block(function.body, where._replace(within=False))
-        found = self.returned.pop()
-        if where.blind:
-            self.evaluating = mode
-        ends = bool(function.body) and isinstance(function.body[-1], ast.Return)
-        if "private" in leaves and "raise" in leaves:
-            self.doubt(function, f"{function.name} may end with an error that depends on private values")
-        return joined([*found, *([] if ends else [k.PUBLIC])])
-
-
-def _plain(node: ast.expr) -> ast.expr:
-    return node.value if isinstance(node, ast.Starred) else node
-
-
-def _called(node: ast.expr) -> ast.expr:
-    return node.func if isinstance(node, ast.Call) else node
