@@ -87,7 +87,8 @@ class Calls(Functions):
             self.doubt(node, f"the model is called on the {min(strange)}")
         if where.blind or (not found & k.DATA and self.evaluating):
             return k.FIGURE
-        batch = [kind in (k.BATCH, k.COLUMN) for kind in kinds]
+        whole = [not isinstance(one, ast.Starred) for one in given]  # a tensor with a star is its examples, one by one
+        batch = [kind == k.BATCH or (kind == k.COLUMN and each) for kind, each in zip(kinds, whole)]
         fixed = [isinstance(one, ast.Constant) for one in given]
         if not any(batch) or not all(own or constant for own, constant in zip(batch, fixed)):
             other = next((one for one, own, constant in zip(given, batch, fixed) if not own and not constant), node)

@@ -10,7 +10,9 @@ import re
 from collections.abc import Iterator, Mapping
 
 from rasura.accounting.configurations.kinds import CHANGES
-from rasura.accounting.configurations.scopes import Scopes, last_name, root
+from rasura.accounting.configurations.scopes import Scopes, last_name
+from rasura.accounting.configurations.sizes import SHAPE, Sizes, of_self
+from rasura.accounting.configurations.unpacked import SEQUENCES, taken_apart
 
 _FUNCTIONS = (
     "relu", "gelu", "silu", "elu", "leaky_relu", "tanh", "sigmoid", "softplus", "hardtanh", "softmax", "log_softmax",
@@ -42,11 +44,6 @@ _DIMENSIONS = ("1", "2", "3", "-1", "(2, 3)", "[2, 3]", "(1, 2)", "[1, 2]")
 """From the end only the last: the one before it is that of the examples where these have no other."""
 
 _TRANSPOSED = ("T", "mT", "H", "data", "grad")
-_SEQUENCES = (
-    "LSTM", "GRU", "RNN", "MultiheadAttention", "Transformer", "TransformerEncoderLayer", "TransformerDecoderLayer",
-)  # fmt: skip
-"""Layers that take the first dimension for that of time, unless they are told otherwise."""
-
 _BASES = ("Module", "LightningModule")
 _LOADS = ("load", "load_file", "from_pretrained", "load_model", "load_checkpoint")
 _SAVES = ("save", "save_file", "save_pretrained", "save_model", "save_checkpoint")
@@ -64,7 +61,7 @@ def mixed_examples(scopes: Scopes) -> Iterator[tuple[ast.AST, str]]:
             continue
         name, shown = scopes.original(call.func), ast.unparse(call)[:60]
         first = [ast.unparse(one.value) for one in call.keywords if one.arg == "batch_first"]
-        if name.removeprefix("DP") in _SEQUENCES and first != ["True"]:
+        if name.removeprefix("DP") in SEQUENCES and first != ["True"]:
             yield call, f"without batch_first=True, {ast.unparse(call.func)} may run over the examples of a batch"
         if name in _OVER_EXAMPLES and not _dimension(call, 0, _OVER_EXAMPLES[name]):
             yield call, f"{shown} may run over the examples of a batch"
@@ -88,18 +85,20 @@ def _modules(tree: ast.AST) -> list[ast.ClassDef]:
 
 
 def _strange(scopes: Scopes, function: ast.FunctionDef) -> Iterator[tuple[ast.AST, str]]:
-    shapes = 0
+    shapes, sizes = 0, Sizes(scopes, function)
+    yield from sizes.strange()
     for node in (inner for statement in function.body for inner in ast.walk(statement)):
         shown = ast.unparse(node)[:60] if isinstance(node, ast.expr) else ""
+        yield from taken_apart(scopes, sizes, node)
         if isinstance(node, ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load):
             yield node, f"{shown} is assigned"
         elif isinstance(node, ast.Attribute) and node.attr in _TRANSPOSED:
             yield node, shown
-        elif isinstance(node, ast.Subscript) and not _all_rows(node, function):
+        elif isinstance(node, ast.Subscript) and not _all_rows(node, sizes):
             yield node, f"{shown} takes some of the examples"
         elif isinstance(node, ast.Call):
             shapes += last_name(node.func) in ("view", "reshape")
-            if not _apart(scopes, node, function) or (shapes > 1 and last_name(node.func) in ("view", "reshape")):
+            if not _apart(scopes, node, sizes) or (shapes > 1 and last_name(node.func) in ("view", "reshape")):
                 yield node, shown
         elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
             yield node, shown
@@ -107,38 +106,52 @@ def _strange(scopes: Scopes, function: ast.FunctionDef) -> Iterator[tuple[ast.AS
             yield node.iter, f"a loop over {ast.unparse(node.iter)[:60]}, which may be the examples"
 
 
-def _of_self(node: ast.AST, function: ast.FunctionDef) -> bool:
-    """Whether an expression begins with the module itself."""
-    first, names = root(node), [one.arg for one in function.args.args]
-    return isinstance(first, ast.Name) and first.id in names[:1]
-
-
-def _all_rows(node: ast.Subscript, function: ast.FunctionDef) -> bool:
+def _all_rows(node: ast.Subscript, sizes: Sizes) -> bool:
     """Whether an index keeps all examples: ``x[:, 0]``, or an item by a name, of a shape, or of a layer."""
     if isinstance(node.slice, ast.Tuple) and node.slice.elts:
         first = node.slice.elts[0]
         return isinstance(first, ast.Slice) and first.lower is first.upper is first.step is None
     text = isinstance(node.slice, ast.Constant) and isinstance(node.slice.value, str)
-    layer = _of_self(node, function) and not any(isinstance(one, ast.Call) for one in ast.walk(node.value))
-    return text or layer or (isinstance(node.value, ast.Attribute) and node.value.attr == "shape")
+    layer = of_self(node, sizes.function) and not any(isinstance(one, ast.Call) for one in ast.walk(node.value))
+    size = isinstance(node.value, ast.Call) and sizes.kind(node.value) == SHAPE
+    return text or layer or size or (isinstance(node.value, ast.Attribute) and node.value.attr == "shape")
 
 
-def _apart(scopes: Scopes, node: ast.Call, function: ast.FunctionDef) -> bool:
+def _apart(scopes: Scopes, node: ast.Call, sizes: Sizes) -> bool:
     """Whether a call computes for each example by itself, as far as its name and its dimensions say."""
+    function = sizes.function
     name, library = scopes.original(node.func), scopes.library(node.func)
     if any(one.arg == "out" for one in node.keywords) or re.fullmatch(CHANGES, name):
         return False
     method = isinstance(node.func, ast.Attribute) and any(isinstance(one, ast.Call) for one in ast.walk(node.func))
-    if not method and _of_self(node.func, function):
+    if not method and of_self(node.func, function):
         return not name.startswith("register_")  # a layer, or a method of this class
     if isinstance(node.func, ast.Name) and library is None:
-        return scopes.variable(node.func.id, node.func).scope is function  # a layer of a loop over layers
+        bound = scopes.bound(variable := scopes.variable(node.func.id, node.func))
+        return variable.scope is function and all(_layers(scopes, one, function) for one in bound)
     method = method or (isinstance(node.func, ast.Attribute) and library is None)
     known = name in _METHODS if method else library in ("", "torch") and name in _FUNCTIONS
     if name in _OVER and not (name == "unsqueeze" and _made_here(scopes, node)):
         place, optional = _OVER[name]
         known = known and _dimension(node, place if method else place + 1, optional)
-    return known and (name not in ("view", "reshape", "layer_norm") or _shaped(node, name, method))
+    return known and (name not in ("view", "reshape", "layer_norm") or _shaped(sizes, node, name, method))
+
+
+def _layers(scopes: Scopes, node: ast.AST, function: ast.FunctionDef) -> bool:
+    """Whether what binds a name gives it a layer: an assignment of a part of the module, or a loop over its parts."""
+    around = scopes.parents.get(node)
+    while isinstance(around, ast.Tuple | ast.List):
+        around = scopes.parents.get(around)
+    given = around.value if isinstance(around, ast.Assign) else getattr(around, "iter", None)
+    ahead = [given] if isinstance(node, ast.Name) and isinstance(given, ast.expr) else []
+    for one in ahead:
+        if isinstance(one, ast.Call) and scopes.original(one.func) in ("enumerate", "zip", "reversed"):
+            ahead += one.args
+        elif isinstance(one, ast.Tuple | ast.List):
+            ahead += one.elts
+        elif not of_self(one, function) or any(isinstance(inner, ast.Call) and inner.args for inner in ast.walk(one)):
+            return False
+    return bool(ahead)
 
 
 def _of_layers(scopes: Scopes, node: ast.expr, function: ast.FunctionDef) -> bool:
@@ -148,7 +161,7 @@ def _of_layers(scopes: Scopes, node: ast.expr, function: ast.FunctionDef) -> boo
     if isinstance(node, ast.Call) and scopes.original(node.func) == "range":
         return True
     given = [one for one in ast.walk(node) if isinstance(one, ast.Call) and (one.args or one.keywords)]
-    return isinstance(node, ast.Constant | ast.List | ast.Tuple) or (_of_self(node, function) and not given)
+    return isinstance(node, ast.Constant | ast.List | ast.Tuple) or (of_self(node, function) and not given)
 
 
 def _dimension(node: ast.Call, place: int, optional: bool) -> bool:
@@ -167,15 +180,16 @@ def _made_here(scopes: Scopes, node: ast.expr) -> bool:
     return False
 
 
-def _shaped(node: ast.Call, name: str, method: bool) -> bool:
+def _shaped(sizes: Sizes, node: ast.Call, name: str, method: bool) -> bool:
     """Whether a new shape keeps a row for each example, or a normalisation runs over entries of one example."""
     named = [one.value for one in node.keywords if one.arg in ("shape", "normalized_shape")]
     given = named or node.args[int(not method) :]
     if not given:
         return False
     if name != "layer_norm":
-        first = given[0].elts[0] if isinstance(given[0], ast.Tuple | ast.List) and given[0].elts else given[0]
-        return not isinstance(first, ast.Constant)
+        entries = given[0].elts if isinstance(given[0], ast.Tuple | ast.List) and given[0].elts else given
+        several = len(entries) > 1 or isinstance(sizes.scopes.parents[node], ast.Return)
+        return bool(sizes.kind(entries[0])) or (ast.unparse(entries[0]) == "-1" and several)
     shape = ast.unparse(given[0])
     return not (shape.isidentifier() or re.search(r"size\(0\)|shape\[0\]|len\(|\.size\(\)$|(?<!self)\.shape$", shape))
 
