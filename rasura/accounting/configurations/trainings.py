@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rasura.accounting.configurations.facts import Call, Unread, Value, positive
-from rasura.accounting.configurations.scopes import Scopes, Variable, last_name, root
+from rasura.accounting.configurations.repeats import repeats
+from rasura.accounting.configurations.scopes import Scopes, last_name
 from rasura.accounting.configurations.steered import COUNTED, argument_doubts, schedule_doubts, shown
 
 LOADERS: Mapping[str, tuple[str, int]] = {
@@ -31,23 +32,6 @@ _LOADER_BESIDE = (
     "timeout", "worker_init_fn", "multiprocessing_context", "generator", "prefetch_factor", "persistent_workers",
     "pin_memory_device", "in_order",
 )  # fmt: skip
-_REPEATING = (
-    "ConcatDataset", "ChainDataset", "concatenate_datasets", "interleave_datasets", "repeat", "repeat_interleave", "tile",
-    "cycle", "cat", "concat", "concatenate", "stack", "vstack", "hstack", "expand", "chain", "sample", "choices", "choice",
-    "resample",
-)  # fmt: skip
-"""Calls that make copies of examples, or may."""
-
-_PLACING = ("Subset", "select", "take", "index_select")
-"""Calls that take the examples at given places."""
-
-_WITH_REPLACEMENT = ("randint", "random_integers", "integers", "randrange", "multinomial")
-"""Draws of numbers, of which one may come several times."""
-
-_ONE_BY_ONE = ("enumerate", "zip", "list", "tuple", "sorted", "tqdm", "items", "values", "keys", "iter")
-"""Calls with as many items as what they are given, or fewer."""
-
-_GROWING = ("extend", "append", "insert", "add")
 
 
 @dataclass
@@ -116,116 +100,9 @@ def made(
     return given
 
 
-def _repeats(scopes: Scopes, node: ast.expr) -> bool:
-    """Whether the expression of a data set may hold an example more than once, as far as the variables behind it show.
-
-    Items that are added one by one (``append``) are only doubted for the data set itself: a file is read so.
-    """
-    seen: set[Variable] = set()
-    ahead: list[tuple[ast.expr, bool]] = [(node, True)]
-    while ahead:
-        one, itself = ahead.pop()
-        made, grows = _made_of(scopes, one, _GROWING if itself else ("extend",))
-        if grows or any(_may_repeat(scopes, value) for value in made):
-            return True
-        roots = {root(value) for value in made}
-        for part in (part for value in made for part in ast.walk(value) if isinstance(part, ast.Name)):
-            variable = scopes.read(part)
-            if variable is not None and variable not in seen:
-                seen.add(variable)
-                ahead.append((part, itself and part in roots))  # ``data.map(f)`` is all of ``data``
-    return False
-
-
-def _may_repeat(scopes: Scopes, value: ast.expr) -> bool:
-    """Whether an expression by itself may hold an example more than once."""
-    inner = list(ast.walk(value))
-    named = {scopes.original(one) for one in inner if isinstance(one, ast.Name | ast.Attribute)}
-    comprehensions = [one for one in inner if isinstance(one, ast.ListComp | ast.GeneratorExp | ast.SetComp | ast.DictComp)]
-    return (
-        bool(named & set(_REPEATING))
-        or any(_repeated_places(scopes, place) for one in inner for place in _places(scopes, one))
-        or any(map(_adds_up, inner))
-        or any(len(one.generators) > 1 or not _one_by_one(scopes, one.generators[0].iter) for one in comprehensions)
-    )
-
-
-def _places(scopes: Scopes, node: ast.AST) -> list[ast.expr]:
-    """The expressions of the places at which ``node`` takes examples."""
-    if isinstance(node, ast.Call) and scopes.original(node.func) in _PLACING:
-        given = node.args[scopes.original(node.func) == "Subset" :]  # whose first argument is the data set
-        return [*given, *(one.value for one in node.keywords if one.arg != "dataset")]
-    return [node.slice] if isinstance(node, ast.Subscript) else []
-
-
-def _repeated_places(scopes: Scopes, node: ast.expr) -> bool:
-    """Whether the places in ``node``, or in the variables behind it, may hold one more than once."""
-    seen: set[Variable] = set()
-    ahead: list[ast.expr] = [node]
-    for one in ahead:
-        for part in ast.walk(one):
-            if isinstance(part, ast.Call) and scopes.original(part.func) in _WITH_REPLACEMENT:
-                return True
-            if isinstance(part, ast.List | ast.Tuple):
-                numbers = [each.value for each in part.elts if isinstance(each, ast.Constant)]
-                if len(set(numbers)) < len(numbers):
-                    return True
-            if isinstance(part, ast.Name) and (variable := scopes.read(part)) is not None and variable not in seen:
-                seen.add(variable)
-                ahead += _made_of(scopes, part, ())[0][1:]
-    return False
-
-
-def _adds_up(node: ast.AST) -> bool:
-    """Whether a sum or a product may be one of lists: neither of numbers nor of words."""
-    if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Add | ast.Mult):
-        return False
-    plain = [type(one.value) for one in (node.left, node.right) if isinstance(one, ast.Constant)]
-    words = any(isinstance(one, ast.JoinedStr) for one in (node.left, node.right))
-    return not (words or float in plain or str in plain or (isinstance(node.op, ast.Add) and int in plain))
-
-
-def _one_by_one(scopes: Scopes, node: ast.expr) -> bool:
-    """Whether a loop over ``node`` takes each item of something once."""
-    if isinstance(node, ast.Call):
-        return scopes.original(node.func) in _ONE_BY_ONE and all(_one_by_one(scopes, one) for one in node.args)
-    return isinstance(node, ast.Name | ast.Attribute | ast.Subscript | ast.Constant)
-
-
-def _made_of(scopes: Scopes, node: ast.expr, growing: Sequence[str]) -> tuple[list[ast.expr], bool]:
-    """The expressions that a data set is made by: its own, those that its variable is assigned, and what functions of this
-    file return for them. And whether the variable grows, by a method in ``growing`` or by itself."""
-    variable = scopes.read(node)
-    made = [node]
-    for one in [*scopes.bound(variable), *scopes.loads.get(variable, [])] if variable is not None else ():
-        statement = scopes.statement(one)
-        if isinstance(statement, ast.AugAssign) and not isinstance(statement.value, ast.Constant):
-            return made, True
-        stores = statement.targets if isinstance(statement, ast.Assign) else []
-        if isinstance(statement, ast.Assign) and any(_begins(scopes, store, variable) for store in stores):
-            made.append(statement.value)
-        around = scopes.parents.get(one)
-        while isinstance(around, ast.Attribute | ast.Subscript):
-            if isinstance(around, ast.Attribute) and around.attr in growing:
-                return made, True
-            around = scopes.parents.get(around)
-    for value in list(made):  # a function of this file that makes the data set
-        called = scopes.read(value.func) if isinstance(value, ast.Call) else None
-        for function in scopes.bound(called) if called is not None else ():
-            if isinstance(function, ast.FunctionDef):
-                made += [one.value for one in ast.walk(function) if isinstance(one, ast.Return) and one.value is not None]
-    return made, False
-
-
-def _begins(scopes: Scopes, node: ast.expr, variable: Variable | None) -> bool:
-    """Whether what is assigned is a variable, or a part of it."""
-    first = root(node)
-    return isinstance(first, ast.Name) and scopes.variable(first.id, first) == variable
-
-
 def _data(found: Training, scopes: Scopes, data: ast.expr | None, rows: ast.expr | None, place: str) -> None:
     """The data set, which must not repeat an example, and what makes rows of its examples."""
-    if data is not None and _repeats(scopes, data):
+    if data is not None and repeats(scopes, data):
         found.doubts.append(f"the data set ({place}) may hold an example more than once: {ast.unparse(data)[:60]}")
     found.assumed.append("the data set holds each example once, and none was prepared by looking at the others")
     if rows is not None:
