@@ -198,6 +198,39 @@ def test_a_step_takes_what_was_released_since_the_last_one_and_nothing_else() ->
     assert guard.released == 2
 
 
+def test_a_release_that_was_dropped_is_refused_at_the_step() -> None:
+    """Whether a batch moved the weights told of its loss: nothing was said where a program dropped its gradients by it."""
+    model, _, optimizer = guarded_model()
+    other = torch.optim.SGD([model.inner.bias], lr=0.1)
+    released(model)
+    optimizer.zero_grad()
+    before = model.inner.weight.detach().clone()
+    with pytest.raises(InputError, match=r"^optimizer\.step\(\): the gradients of the protected backward pass are gone, as"):
+        optimizer.step()
+    released(model)
+    model.inner.bias.grad = None
+    with pytest.raises(InputError, match="are gone"):
+        other.step(lambda: 0.0)
+    optimizer.step()  # it has others
+    assert not torch.equal(before, model.inner.weight)
+
+
+def test_a_step_without_a_release_of_its_own_does_nothing() -> None:
+    model, guard, optimizer = guarded_model()
+    released(model)
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.step()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()  # a new one, of which a schedule wants a first step
+    released(model)
+    optimizer.zero_grad()
+    guard.forget()  # the next batch begins, and no step was taken
+    optimizer.step()
+    model.inner.bias.requires_grad_(False)
+    released(model)
+    torch.optim.SGD([model.inner.bias], lr=0.1).step()  # nothing was released for it
+
+
 @pytest.mark.parametrize("when", ["before the guard", "before the release"])
 def test_a_release_is_not_added_to_a_gradient_from_elsewhere(when: str) -> None:
     """What was in ``.grad`` before counted as released: the first step was the plain one."""

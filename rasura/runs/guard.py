@@ -37,6 +37,11 @@ FOREIGN = (
     "added to it. Call model.zero_grad() before model(**batch).loss.backward(), and do not set .grad"
 )
 
+DROPPED = (
+    "optimizer.step(): the gradients of the protected backward pass are gone, as after zero_grad(). Its noise is spent, and "
+    "to drop it by what the batch shows would not be private. Call optimizer.step() before zero_grad(), for every batch"
+)
+
 
 class Guard:
     """Watches ``model`` from now on. ``answer`` is called instead of its forward, with that forward as the first argument;
@@ -49,6 +54,7 @@ class Guard:
         self.released = 0
         self._pending: dict[str, Tensor] = {}
         self._left: dict[str, Tensor] = {}
+        self._unused: set[str] = set()
         self._watched: dict[str, nn.Parameter] = {}
         self._hooks: list[Any] = []
         self._steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
@@ -114,6 +120,7 @@ class Guard:
         self._pending.clear()
         parameters = self._parameters()
         self._left = {n: g for n, g in self._left.items() if n in parameters and parameters[n].grad is g}
+        self._unused &= set(self._left)
 
     def expect(self, gradients: Mapping[str, Tensor]) -> None:
         """Expect these gradients in the current backward pass. Raises ``InputError`` if others are still expected."""
@@ -141,6 +148,7 @@ class Guard:
         """Record what is now in ``.grad``: it came from a release."""
         if gradient is not None and not self.inside:
             self._left[name] = gradient
+            self._unused.add(name)
 
     def check_gradients(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether ``optimizer`` would use gradients of this model. Raises ``InputError`` if some come from no release."""
@@ -160,8 +168,14 @@ class Guard:
         return True
 
     def check_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raises ``InputError`` if ``optimizer`` would use gradients of this model that do not come from a new release."""
+        """Raises ``InputError`` if ``optimizer`` would use gradients of this model that do not come from a new release, or
+        none at all of a release that no step has used."""
+        given = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        unused = {name for name, p in self._parameters().items() if id(p) in given} & self._unused
+        self._unused -= unused
         if not self.check_gradients(optimizer):
+            if unused:
+                raise InputError(DROPPED)
             return
         if self._steps.get(optimizer, 0) == self.released:
             raise InputError("optimizer.step(): there was no protected backward pass since the last step")
