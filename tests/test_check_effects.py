@@ -70,6 +70,10 @@ DECIDES = {
     "a checkpoint by a comparison": then("9 > loss.item() > len(shutil.copytree('ep-0', 'best'))\n"),
     "a checkpoint by a comprehension": then("[shutil.copytree('a', 'best') for _ in range(1) if loss.item() > 5]\n"),
     "a checkpoint by the number of items": then("[shutil.copytree('a', f'{k}') for k in range(int(loss.item()))]\n"),
+    "a checkpoint by what any looks at": program(
+        loop() + "    any(low(k, loss.item()) for k in range(3))\n",
+        "import shutil\ndef low(k, value):\n    shutil.copytree(f'{k}', 'best')\n    return value > k\n",
+    ),
     "a checkpoint by a loop": then("for _ in range(int(loss.item())):\n    shutil.copytree('ep-0', 'best')\n"),
     "a checkpoint by a mapped function": then(high("list(map(shutil.rmtree, ['ep-0']))\n")),
     "a checkpoint by a key": then(high("max(['ep-0'], key=shutil.rmtree)\n")),

@@ -211,6 +211,8 @@ class Expressions:
                 inner = inner.by(test)
         elements = [node.key, node.value] if isinstance(node, ast.DictComp) else [node.elt]
         found = {part for one in elements for part in parts(self.kind(one, inner))}
+        if isinstance(node, ast.GeneratorExp) and found & k.DATA:  # ``any`` ends by what it has seen
+            self.kind(node.elt, inner.by(tuple(found)))
         if found - {k.PUBLIC} == {k.COLUMN} and len(node.generators) == 1 and over <= {k.BATCH, k.ITEMS} and not private:
             return k.BATCH
         if found - {k.PUBLIC} in _ALIKE:
