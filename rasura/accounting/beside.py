@@ -7,16 +7,19 @@ from dataclasses import replace
 from rasura.accounting.guarantees import Guarantee
 
 
-def beside(found: Guarantee, unmade: int, copies: tuple[int, int], earlier: str = "") -> Guarantee:
-    """``found``, which says how many of the releases that count are not in the weights (``unmade``), of ``copies`` as
-    ``of_copies`` does, and of an ``earlier`` training of the model what that sentence says."""
+def beside(found: Guarantee, missing: tuple[int, int], copies: tuple[int, int], earlier: str = "") -> Guarantee:
+    """``found``, which says how many of the releases that count are not in the weights (``missing``: never made, and made
+    later), of ``copies`` as ``of_copies`` does, and of an ``earlier`` training of the model what that sentence says."""
     if found.epsilon is None and found.otherwise is None:
         return found
-    ended = (
-        f"{unmade} of these were not made before the weights were kept. They count, since when the training ended, or which "
-        "of its weights were kept, may depend on the texts"
+    unmade, later = missing
+    ended = f"{unmade} of these were not made. They count, since when the training ended may depend on the texts"
+    chosen = (
+        f"{later} of these are not in the weights: they were made after these weights, or after those from which the "
+        "training was resumed. They count, since which weights were kept may depend on the texts"
     )
-    more = [*([ended] if unmade else []), *of_copies(*copies, "at least "), *([earlier] if earlier else [])]
+    gone = [*([ended] if unmade else []), *([chosen] if later else [])]
+    more = [*gone, *of_copies(*copies, "at least "), *([earlier] if earlier else [])]
     return replace(found, warnings=(*found.warnings, *more))
 
 

@@ -15,7 +15,7 @@ from rasura.accounting.beside import beside
 from rasura.accounting.compositions import BANDED, composition
 from rasura.accounting.guarantees import Guarantee, Run, guarantee, planned_releases, stated
 from rasura.accounting.releases import UNPROVEN, Counted, Draw, Release, alike
-from rasura.accounting.states import VERSION, copies_in, less, parted, read
+from rasura.accounting.states import VERSION, beside_weights, copies_in, earlier_in, less, parted, read
 from rasura.core.errors import InputError
 from rasura.core.values import Mechanism
 
@@ -41,6 +41,7 @@ class Ledger:
         self._sized = bool(sizes)
         self.runs: list[Counted] = []
         self.unmade: list[Counted] = []
+        self.later: list[Counted] = []  # made after the weights from which this training goes on, and not in its own
         self.copies = (0, 0)  # texts that were seen in several rows, and in how many at most
         self.earlier = ""  # what to say of an earlier training of the model, whose releases are not counted here
         self._passes = 0
@@ -48,7 +49,7 @@ class Ledger:
 
     @property
     def releases(self) -> int:
-        """Number of releases made."""
+        """Number of releases made, without those of other weights (``later``)."""
         return sum(count for _, count in self.runs)
 
     @property
@@ -127,9 +128,10 @@ class Ledger:
             unmade = less(unmade, release, count)
         return [*rest, *unmade]
 
-    def _whole(self, runs: Sequence[Counted], passes: int, unmade: Sequence[Counted]) -> Guarantee:
-        """The guarantee of ``runs`` and of all that ``_open`` counts beside them."""
-        carrier, every = None if self.formal is None else self.formal.name, [*runs, *self._open(runs, passes, unmade)]
+    def _whole(self, runs: Sequence[Counted], passes: int, unmade: Sequence[Counted], later: Sequence[Counted]) -> Guarantee:
+        """The guarantee of ``runs``, of those made ``later``, and of all that ``_open`` counts beside them."""
+        every = [*runs, *later, *self._open(runs, passes, unmade)]
+        carrier = None if self.formal is None else self.formal.name
         return stated(every, self.run, carrier=carrier, why=self.why, planned=True, sized=self._sized)
 
     def _check_target(self, whole: Guarantee, of: str = "") -> None:
@@ -147,7 +149,7 @@ class Ledger:
             release = replace(release, rate=max(release.rate or 0.0, self.run.rate))
         self.room(Draw(release.sampling, release.rate, release.number, release.separation))
         if self.target is not None and not any(alike(release, planned) for planned, _ in self._plan):
-            whole = self._whole([*self.runs, (release, 1)], self._passes, self.unmade)
+            whole = self._whole([*self.runs, (release, 1)], self._passes, self.unmade, self.later)
             self._check_target(whole, "with a release apart from the plan, ")
         if release.sampling == "fixed" and release.number is not None:
             self._passes = release.number  # a pass begins with its first release: a look at a batch is none
@@ -174,30 +176,36 @@ class Ledger:
         return found.epsilon
 
     def spent(self) -> Guarantee:
-        """The guarantee of the releases made; after ``end``, of the whole plan."""
+        """The guarantee of the releases made, here and ``later``; after ``end``, of the whole plan."""
         carrier = None if self.formal is None else self.formal.name
-        found = stated([*self.runs, *self.unmade], self.run, carrier=carrier, why=self.why, planned=False)
-        return beside(found, self._not_made, self.copies, self.earlier)
+        found = stated(self._all(), self.run, carrier=carrier, why=self.why, planned=False)
+        return beside(found, self._missing, self.copies, self.earlier)
 
     @property
-    def _not_made(self) -> int:
-        return sum(count for _, count in self.unmade)
+    def _missing(self) -> tuple[int, int]:
+        """How many releases count and are not in the weights: never made, and made later."""
+        return sum(count for _, count in self.unmade), sum(count for _, count in self.later)
 
     def state_dict(self) -> dict[str, Any]:
-        """All that was counted, as plain values for JSON; after ``end``, with the releases that were not made."""
+        """All that was counted, as plain values for JSON: the releases made, those of other weights, those not made."""
+        unmade, later = self._missing
         return {
             **({} if self.run.unit == "text" else {"unit": self.run.unit}),
-            **({"unmade": self._not_made} if self.unmade else {}),
+            **({"unmade": unmade, "later": later} if unmade or later else {}),
             **({"copies": list(self.copies)} if any(self.copies) else {}),
             **({"earlier": self.earlier} if self.earlier else {}),
             "version": VERSION, "examples": self.run.examples, "batch_size": self.run.batch_size, "delta": self.run.fails,
             "passes": self._passes, "defense": [m.name for m in self.defense],
-            "runs": [{"release": release.to_dict(), "count": count} for release, count in [*self.runs, *self.unmade]],
+            "runs": [{"release": release.to_dict(), "count": count} for release, count in self._all()],
         }  # fmt: skip
+
+    def _all(self) -> list[Counted]:
+        return [*self.runs, *self.later, *self.unmade]
 
     def load_state_dict(self, state: Any, *, done: bool = False) -> None:
         """Resume from ``state``, as returned by ``state_dict``. The plan is then its releases and the remaining ones. Those
-        of its plan that were not made count until others like them take their place.
+        of its plan that were not made count until others like them take their place; those made later than the weights
+        beside it always count.
         ``done``: the training made its last release, so that even one that cannot be resumed can be stated. Raises
         ``InputError`` for anything else, for another data set or other protections, if this ledger has already counted
         releases or begun a pass, and if the plan exceeds the target."""
@@ -217,19 +225,22 @@ class Ledger:
         if state["defense"] != [m.name for m in self.defense]:
             found, used = " + ".join(map(str, state["defense"])), " + ".join(m.name for m in self.defense)
             raise InputError(f"the ledger is for {found}, but this training uses {used}")
-        runs, unmade = parted(runs, state.get("unmade", 0))
-        whole = self._whole(runs, passes, unmade)
+        missing = beside_weights(state)
+        runs, unmade = parted(runs, missing[0])
+        runs, later = parted(runs, missing[1])
+        whole = self._whole(runs, passes, unmade, later)
         says = "the loaded releases count as well. Plan fewer epochs, or pass more noise in place of a target; now it is "
         self._check_target(whole, says)
         self.runs, self._passes, self.planned, self.copies = runs, passes, whole, copies_in(state)
-        self.unmade, self.earlier = unmade, state.get("earlier", "")
+        self.unmade, self.later, self.earlier = unmade, later, earlier_in(state)
 
     def save(self, path: str | Path, *, made: int | None = None) -> None:
         """Write ``state_dict`` as JSON. ``made``: beside weights that hold the first so many releases alone, for which all
         others count as well, since those may have decided that these weights are kept."""
         state = self.state_dict()
         if made is not None:
-            state["unmade"] = self.releases + self._not_made - made
+            unmade, later = self._missing
+            state.update(unmade=unmade, later=later + self.releases - made)
         Path(path).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
 
     def load(self, path: str | Path) -> None:
@@ -238,9 +249,9 @@ class Ledger:
 
 
 def releases_in(path: str | Path) -> int:
-    """The number of releases that were made, in a file of ``parsed``."""
+    """The number of releases in the weights beside a file of ``parsed``."""
     state, _ = parsed(path)
-    return sum(count for _, count in read(state)[0]) - int(state.get("unmade", 0))
+    return sum(count for _, count in read(state)[0]) - sum(beside_weights(state))
 
 
 def parsed(path: str | Path) -> tuple[Any, list[str]]:
@@ -272,7 +283,7 @@ def counted(path: str | Path, delta: float | None = None) -> Guarantee:
     def at(fails: float) -> Guarantee:
         run = Run(state["examples"], state["batch_size"], 1, fails, unit=state.get("unit", "text"))
         said = stated(runs, run, carrier=next(iter(names)), planned=False)
-        return beside(said, state.get("unmade", 0), copies_in(state), state.get("earlier", ""))
+        return beside(said, beside_weights(state), copies_in(state), earlier_in(state))
 
     own = at(state["delta"])
     more = [one for one in said if one not in own.warnings]

@@ -1,4 +1,4 @@
-"""The state of a ledger as plain values: read, and which of its releases were not made."""
+"""The state of a ledger as plain values: read, and which of its releases are not in the weights beside it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,13 @@ from typing import Any
 from rasura.accounting.releases import Counted, Release
 from rasura.core.errors import InputError
 
-VERSION, STATED = 1, {"unit", "unmade", "copies", "earlier"}
+VERSION, STATED = 1, {"unit", "unmade", "later", "copies", "earlier"}
 """Of a state; and the entries that it has only where there is something to say."""
+
+UNTOLD = (
+    "an earlier version of Rasura wrote this ledger. It does not say whether the releases that are not in the weights were "
+    "ever made, so all of them count, also where the training goes on"
+)
 
 
 def read(state: Any) -> tuple[list[Counted], int]:
@@ -24,7 +29,7 @@ def read(state: Any) -> tuple[list[Counted], int]:
         and _count(state["batch_size"], 1)
         and isinstance(state["delta"], float)
         and state.get("unit", "text") in ("text", "person")
-        and _count(state.get("unmade", 0), 0)
+        and all(_count(state.get(name, 0), 0) for name in ("unmade", "later"))
         and isinstance(state.get("earlier", ""), str)
     )
     if not whole or not isinstance(state["runs"], list):
@@ -35,23 +40,36 @@ def read(state: Any) -> tuple[list[Counted], int]:
             raise InputError("the state of a ledger holds an entry that is not a release with its count")
         runs.append((Release.read(one["release"]), int(one["count"])))
     copies_in(state)
-    if state.get("unmade", 0) > sum(count for _, count in runs):
-        raise InputError("the state of a ledger has more releases that were not made than releases")
+    if sum(beside_weights(state)) > sum(count for _, count in runs):
+        raise InputError("the state of a ledger has more releases that are not in the weights than releases")
     numbers = [release.number for release, _ in runs if release.number is not None]
     if max(numbers, default=0) > state["passes"]:
         raise InputError("the state of a ledger has a release in a pass that did not begin")
     return runs, state["passes"]
 
 
-def parted(runs: Sequence[Counted], unmade: int) -> tuple[list[Counted], list[Counted]]:
-    """``runs`` without the last ``unmade`` releases, and these."""
+def beside_weights(state: Mapping[str, Any]) -> tuple[int, int]:
+    """How many releases of a ``state_dict`` were not made, and how many were made later than the weights beside it. Earlier
+    versions told one number for both: all of these count as made."""
+    unmade = state.get("unmade", 0)
+    return (unmade, state["later"]) if "later" in state else (0, unmade)
+
+
+def earlier_in(state: Mapping[str, Any]) -> str:
+    """What a ``state_dict`` says of an earlier training of the model, and of its own unknown releases."""
+    untold = UNTOLD if state.get("unmade", 0) and "later" not in state else ""
+    return ". ".join(filter(None, [state.get("earlier", ""), untold]))
+
+
+def parted(runs: Sequence[Counted], last: int) -> tuple[list[Counted], list[Counted]]:
+    """``runs`` without the ``last`` releases, and these."""
     made: list[Counted] = []
     rest: list[Counted] = []
     for release, count in reversed(runs):
-        last = min(count, unmade)
-        unmade -= last
-        rest[:0] = [(release, last)] if last else []
-        made[:0] = [(release, count - last)] if count > last else []
+        some = min(count, last)
+        last -= some
+        rest[:0] = [(release, some)] if some else []
+        made[:0] = [(release, count - some)] if count > some else []
     return made, rest
 
 

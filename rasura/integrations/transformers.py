@@ -14,21 +14,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
+from transformers.trainer_utils import get_last_checkpoint
 
 from rasura.accounting import Guarantee, Ledger
-from rasura.accounting.ledger import releases_in
 from rasura.core.interfaces import Defense, InputError
 from rasura.core.rounding import above
+from rasura.runs.checkpoints import PREFIX, kept_canaries, place_for, resume, state_again
 from rasura.runs.drawing import DrawnLoader, OrderedLoader
 from rasura.runs.earlier import LEDGER
 from rasura.runs.gradient_canaries import GradientCanaries
 from rasura.runs.loop_checks import owners_of
 from rasura.runs.marks import texts_of
 from rasura.runs.private import protect_training
-
-CANARIES = "rasura_canaries.json"
-"""The canaries' file in a checkpoint's folder, where earlier versions wrote it."""
 
 
 class PrivateTrainer(transformers.Trainer):  # type: ignore[misc]  # transformers has no types here
@@ -86,6 +83,7 @@ class PrivateTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         self.unit, self.canaries = unit, canaries
         self.ledger: Ledger | None = None
         self._newest: Path | None = None
+        self._resumed: Path | None = None
         self._protected_loader: DrawnLoader | OrderedLoader | DataLoader[Any] | None = None
         wrong = {
             "label_smoothing_factor": (self.args.label_smoothing_factor, 0),
@@ -186,25 +184,23 @@ class PrivateTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
                 )
             self.get_train_dataloader()
             assert self.ledger is not None  # the loader made it
-            self.ledger.load(Path(str(place)) / LEDGER)
-            self._check_newest(Path(str(place)))
+            resume(self.ledger, Path(place), Path(str(self.args.output_dir)))
             if self.canaries is not None:
-                own, old = _canaries_of(Path(str(place))), Path(str(place)) / CANARIES
-                self.canaries.load(old if old.exists() and not own.exists() else own)
+                self.canaries.load(kept_canaries(Path(place)))
+            self._resumed = Path(place)
         if self.canaries is not None and self.args.save_strategy != "no":
-            _place_for(Path(str(self.args.output_dir)) / PREFIX_CHECKPOINT_DIR)
+            place_for(Path(str(self.args.output_dir)) / PREFIX)
         try:
             return super().train(resume_from_checkpoint, ignore_keys_for_eval=ignore_keys_for_eval)
         finally:
             self._end()
-            self._state_again(self._newest, self.state.best_model_checkpoint)
+            self._state_again(self._newest)
 
-    def _state_again(self, *kept: str | Path | None) -> None:
-        """Write into each checkpoint that is ``kept`` what the ledger counts by now: later releases may have decided that
-        it is kept. How many are in its weights stays there, so that it can be resumed."""
-        for file in (Path(one) / LEDGER for one in kept if one is not None):
-            if self.ledger is not None and file.exists():
-                self.ledger.save(file, made=releases_in(file))
+    def _state_again(self, *kept: Path | None) -> None:
+        """Have the ledgers of the best checkpoint, of that which this training went on from, and of those that are ``kept``
+        count all releases by now."""
+        if self.ledger is not None:
+            state_again(self.ledger, self._resumed, self.state.best_model_checkpoint, *kept)
 
     def _end(self) -> None:
         """Tell the ledger of the end. It may come before the plan: by a callback, which may have looked at figures of the
@@ -212,32 +208,15 @@ class PrivateTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         if self.ledger is not None:
             self.ledger.end()
 
-    def _check_newest(self, place: Path) -> None:
-        """Raises ``InputError`` where a checkpoint beside ``place``, or in the output folder, holds more releases, or is
-        newer and does not say how many: a process that is killed while it saves leaves weights without a ledger."""
-        assert self.ledger is not None  # it was loaded
-        for folder in (place.parent, Path(str(self.args.output_dir))):
-            for other in sorted(folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*")):
-                if not (other / LEDGER).exists():
-                    if _step_of(other) > _step_of(place):
-                        raise InputError(f"{other} is newer than {place} and has no ledger, so what was released for it is "
-                            "not known. Remove it only if its weights never left this machine")  # fmt: skip
-                elif (found := releases_in(other / LEDGER)) > self.ledger.releases:
-                    raise InputError(
-                        f"{other} holds {found} releases, and {place}, to go on from, {self.ledger.releases}: what "
-                        "was released after it would not be counted. Resume from the newest checkpoint. To go back instead, "
-                        "move the newer ones elsewhere, and state the epsilon of all releases together"
-                    )
-
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         if self.control.should_training_stop:
             self._end()
-        folder = Path(self._get_output_dir(trial=None)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        folder = Path(self._get_output_dir(trial=None)) / f"{PREFIX}-{self.state.global_step}"
         if self.canaries is not None:  # first, so that no checkpoint has those of another training
-            self.canaries.save(_place_for(folder))
+            self.canaries.save(place_for(folder))
         super()._save_checkpoint(model, trial)
         self._newest = folder
-        self._state_again(self.state.best_model_checkpoint)
+        self._state_again()
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As ``Trainer.save_model``, with the ledger beside the weights: a training that begins from them names it."""
@@ -254,29 +233,3 @@ class PrivateTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         if found is not None and found.epsilon is not None:
             logs = {**logs, "epsilon": float(above(found.epsilon))}
         super().log(logs, start_time)
-
-
-def _step_of(checkpoint: Path) -> int:
-    """The step of a checkpoint's folder by its name; 0 for a folder with another one."""
-    number = checkpoint.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")
-    return int(number) if number.isdecimal() else 0
-
-
-def _canaries_of(checkpoint: Path) -> Path:
-    """The file of a checkpoint's canaries, which must stay secret until the training ends. It is beside the output folder:
-    trackers and the hub get what is in a checkpoint or in the output folder while the training runs."""
-    real = checkpoint.resolve()
-    return real.parent.with_name(f"{real.parent.name}.canaries") / f"{real.name}.json"
-
-
-def _place_for(checkpoint: Path) -> Path:
-    """``_canaries_of``, in a folder that exists. Raises ``InputError`` where it cannot be made."""
-    path = _canaries_of(checkpoint)
-    try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(
-            f"the folder {path.parent} cannot be made ({error.strerror}). The coins of canaries are kept there, since what "
-            "is in output_dir may be uploaded; choose another output_dir, or save_strategy='no'"
-        ) from None
-    return path
