@@ -23,6 +23,7 @@ from rasura.runs.checkpoints import PREFIX, kept_canaries, place_for, resume, st
 from rasura.runs.drawing import DrawnLoader, OrderedLoader
 from rasura.runs.earlier import LEDGER
 from rasura.runs.gradient_canaries import GradientCanaries
+from rasura.runs.guard import Guard, guarded
 from rasura.runs.loop_checks import owners_of
 from rasura.runs.marks import texts_of
 from rasura.runs.private import protect_training
@@ -84,6 +85,7 @@ class PrivateTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         self.ledger: Ledger | None = None
         self._newest: Path | None = None
         self._resumed: Path | None = None
+        self._guard: Guard | None = None
         self._protected_loader: DrawnLoader | OrderedLoader | DataLoader[Any] | None = None
         wrong = {
             "label_smoothing_factor": (self.args.label_smoothing_factor, 0),
@@ -107,29 +109,52 @@ class PrivateTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         return None if self.ledger is None else self.ledger.spent()
 
     def get_train_dataloader(self) -> DrawnLoader | OrderedLoader | DataLoader[Any]:
-        """The loader of the protection. The first call protects the model."""
-        if self._protected_loader is None:
-            data, collate = self.train_dataset, self.data_collator
-            if hasattr(data, "column_names"):
-                data = self._remove_unused_columns(data, description="training")
-            else:
-                collate = self._get_collator_with_removed_columns(collate, description="training")
-            plain: Any = DataLoader(
-                data, batch_size=self._train_batch_size * self.accumulated, shuffle=True, collate_fn=collate,
-                num_workers=self.args.dataloader_num_workers, pin_memory=False,
-            )  # fmt: skip
-            # As the Trainer counts them: with fractions of epochs the plan is what it runs, and not a step more.
-            owners = owners_of(plain, self.unit)
-            every = max(1, math.ceil((len(data) if owners is None else len({*owners})) / plain.batch_size))
-            steps = self.args.max_steps if self.args.max_steps > 0 else math.ceil(self.args.num_train_epochs * every)
-            done = protect_training(
-                self.model, None, plain, self.defense, epochs=math.ceil(steps / every), max_steps=steps, delta=self.delta,
-                target_epsilon=self.target_epsilon, poisson=self.poisson, seed=self.noise_seed,
-                physical_batch_size=self._train_batch_size if self.accumulated > 1 else None,
-                unit=self.unit, canaries=self.canaries,
-            )  # fmt: skip
-            self._protected_loader, self.ledger = done.loader, done.ledger
+        """The loader of the protection. A subclass returns it as it is: ``train`` refuses any other."""
+        self._protect()
+        assert self._protected_loader is not None  # made with the protection
         return self._protected_loader
+
+    def _protect(self) -> Ledger:
+        """Protect the model, once. Returns the ledger of its training. Raises ``InputError`` for what cannot be
+        protected, and without texts to train on."""
+        if self.ledger is not None:
+            return self.ledger
+        data, collate = self.train_dataset, self.data_collator
+        if data is None:
+            raise InputError("train_dataset is None; pass the texts to train on to PrivateTrainer")
+        if hasattr(data, "column_names"):
+            data = self._remove_unused_columns(data, description="training")
+        else:
+            collate = self._get_collator_with_removed_columns(collate, description="training")
+        plain: Any = DataLoader(
+            data, batch_size=self._train_batch_size * self.accumulated, shuffle=True, collate_fn=collate,
+            num_workers=self.args.dataloader_num_workers, pin_memory=False,
+        )  # fmt: skip
+        # As the Trainer counts them: with fractions of epochs the plan is what it runs, and not a step more.
+        owners = owners_of(plain, self.unit)
+        every = max(1, math.ceil((len(data) if owners is None else len({*owners})) / plain.batch_size))
+        steps = self.args.max_steps if self.args.max_steps > 0 else math.ceil(self.args.num_train_epochs * every)
+        done = protect_training(
+            self.model, None, plain, self.defense, epochs=math.ceil(steps / every), max_steps=steps, delta=self.delta,
+            target_epsilon=self.target_epsilon, poisson=self.poisson, seed=self.noise_seed,
+            physical_batch_size=self._train_batch_size if self.accumulated > 1 else None,
+            unit=self.unit, canaries=self.canaries,
+        )  # fmt: skip
+        self._protected_loader, self.ledger, self._guard = done.loader, done.ledger, guarded(done.model)
+        return done.ledger
+
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor:
+        """As ``Trainer.training_step``. Raises ``InputError`` for a model that is not under the protection of this
+        Trainer."""
+        if self._guard is None or not any(guarded(one) is self._guard for one in model.modules()):
+            raise InputError(
+                "the model of this step is not protected by this Trainer, so its gradients would not be private. Train it "
+                "by PrivateTrainer.train(); a subclass that has its own train() calls that of PrivateTrainer"
+            )
+        loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
+        return loss
 
     def get_eval_dataloader(self, eval_dataset: str | Dataset[Any] | None = None) -> DataLoader[Any]:
         """As ``Trainer.get_eval_dataloader``. Raises ``InputError`` for texts of the training."""
@@ -174,6 +199,13 @@ class PrivateTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         """
         if trial is not None:
             raise InputError("trial was given, but a protected Trainer does not support hyperparameter search")
+        ledger = self._protect()
+        if self.get_train_dataloader() is not self._protected_loader:
+            raise InputError(
+                f"get_train_dataloader of {type(self).__name__} returns a loader of its own, whose batches are not drawn as "
+                "the guarantee assumes. Leave that method out: choose texts by train_dataset, and make batches of them by "
+                "data_collator. For another loader, write a loop under rasura.protect_training"
+            )
         if resume_from_checkpoint:
             found = resume_from_checkpoint
             place = get_last_checkpoint(self.args.output_dir) if found is True else str(found)
@@ -182,9 +214,7 @@ class PrivateTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
                     f"resume_from_checkpoint is True, but {self.args.output_dir} holds no checkpoint; leave it out to "
                     "begin, or pass the folder of a checkpoint"
                 )
-            self.get_train_dataloader()
-            assert self.ledger is not None  # the loader made it
-            resume(self.ledger, Path(place), Path(str(self.args.output_dir)))
+            resume(ledger, Path(place), Path(str(self.args.output_dir)))
             if self.canaries is not None:
                 self.canaries.load(kept_canaries(Path(place)))
             self._resumed = Path(place)

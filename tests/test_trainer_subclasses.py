@@ -1,0 +1,100 @@
+"""Subclasses of ``PrivateTrainer``: whatever they replace, nothing is trained without the protection."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from private_setting import DATA, collate
+from torch.utils.data import DataLoader, WeightedRandomSampler
+from transformers import Trainer, TrainingArguments
+
+from rasura import GradientCanaries, PrivateTrainer
+from rasura.accounting import epsilon
+from rasura.core.errors import InputError
+from rasura.testing.tiny import tiny
+
+pytest.importorskip("dp_accounting")
+
+LOADER = r"^get_train_dataloader of Weighted returns a loader of its own"
+
+
+class Weighted(PrivateTrainer):
+    """Draws rare texts more often, as many scripts do."""
+
+    def get_train_dataloader(self) -> Any:
+        sampler = WeightedRandomSampler([1.0] * 24, 24)
+        return DataLoader(self.train_dataset, batch_size=8, sampler=sampler, collate_fn=self.data_collator)
+
+
+def private(kind: type[PrivateTrainer], folder: Path, data: Any = DATA, **options: Any) -> PrivateTrainer:
+    """A trainer of two steps of six texts."""
+    usual: dict[str, Any] = {
+        "max_steps": 2,
+        "save_steps": 1,
+        "report_to": [],
+        "use_cpu": True,
+        "per_device_train_batch_size": 6,
+    }
+    own = {k: options.pop(k) for k in ("canaries", "poisson", "defense") if k in options}
+    args = TrainingArguments(str(folder), **{**usual, **options})
+    model = tiny("bert", "classification", num_labels=2)
+    return kind(model, args, collate, data, **({"defense": "dp-sgd:1.0", "delta": 1e-3} | own))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"gradient_accumulation_steps": 3}, {"canaries": GradientCanaries(20)}, {"poisson": False}]
+)
+def test_a_loader_of_its_own_is_refused(options: dict[str, Any], tmp_path: Path) -> None:
+    """It trained without any protection and without a word: the protection came with the loader."""
+    trainer = private(Weighted, tmp_path, **options)
+    before = {n: p.clone() for n, p in trainer.model.named_parameters()}
+    with pytest.raises(InputError, match=LOADER):
+        trainer.train()
+    assert all(bool((p == before[n]).all()) for n, p in trainer.model.named_parameters())
+
+
+def test_a_loader_of_its_own_is_refused_where_a_training_goes_on(tmp_path: Path) -> None:
+    private(PrivateTrainer, tmp_path).train()
+    with pytest.raises(InputError, match=LOADER):
+        private(Weighted, tmp_path, max_steps=4).train(resume_from_checkpoint=True)
+
+
+def test_a_train_of_its_own_does_not_go_around_the_protection(tmp_path: Path) -> None:
+    class Around(Weighted):
+        def train(self, *given: Any, **named: Any) -> Any:
+            return Trainer.train(self, *given, **named)
+
+    trainer = private(Around, tmp_path)
+    with pytest.raises(InputError, match=r"^the model of this step is not protected by this Trainer"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
+def test_a_step_of_another_model_is_refused(tmp_path: Path) -> None:
+    class Other(PrivateTrainer):
+        def training_step(self, model: Any, *given: Any) -> Any:
+            return super().training_step(tiny("bert", "classification", num_labels=2), *given)
+
+    with pytest.raises(InputError, match=r"^the model of this step is not protected by this Trainer"):
+        private(Other, tmp_path).train()
+
+
+def test_a_subclass_that_looks_at_the_loader_trains_under_the_protection(tmp_path: Path) -> None:
+    seen: list[Any] = []
+
+    class Looks(PrivateTrainer):
+        def get_train_dataloader(self) -> Any:
+            seen.append(super().get_train_dataloader())
+            return seen[-1]
+
+    trainer = private(Looks, tmp_path)
+    trainer.train()
+    assert len(set(map(id, seen))) == 1 and len(seen) > 1
+    assert trainer.guarantee is not None and trainer.guarantee.epsilon == epsilon(1.0, 6 / 24, 2, 1e-3)
+
+
+def test_a_trainer_without_texts_says_so(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"^train_dataset is None; pass the texts to train on"):
+        private(PrivateTrainer, tmp_path, data=None).train()
