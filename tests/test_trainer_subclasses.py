@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from private_setting import DATA, collate
-from torch.utils.data import DataLoader, WeightedRandomSampler
+from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 from transformers import Trainer, TrainingArguments
 
 from rasura import GradientCanaries, PrivateTrainer
@@ -18,6 +20,13 @@ from rasura.testing.tiny import tiny
 pytest.importorskip("dp_accounting")
 
 LOADER = r"^get_train_dataloader of Weighted returns a loader of its own"
+
+
+class Stream(IterableDataset[Any]):
+    """Texts without an end."""
+
+    def __iter__(self) -> Any:
+        return itertools.cycle(DATA)
 
 
 class Weighted(PrivateTrainer):
@@ -37,7 +46,7 @@ def private(kind: type[PrivateTrainer], folder: Path, data: Any = DATA, **option
         "use_cpu": True,
         "per_device_train_batch_size": 6,
     }
-    own = {k: options.pop(k) for k in ("canaries", "poisson", "defense") if k in options}
+    own: Any = {k: options.pop(k) for k in ("canaries", "poisson", "defense") if k in options}
     args = TrainingArguments(str(folder), **{**usual, **options})
     model = tiny("bert", "classification", num_labels=2)
     return kind(model, args, collate, data, **({"defense": "dp-sgd:1.0", "delta": 1e-3} | own))
@@ -98,3 +107,40 @@ def test_a_subclass_that_looks_at_the_loader_trains_under_the_protection(tmp_pat
 def test_a_trainer_without_texts_says_so(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"^train_dataset is None; pass the texts to train on"):
         private(PrivateTrainer, tmp_path, data=None).train()
+
+
+def test_a_stream_of_texts_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    """One without an end was read without an end where eval_dataset was compared with it."""
+    args = TrainingArguments(str(tmp_path), max_steps=2, report_to=[], use_cpu=True)
+    model = tiny("bert", "classification", num_labels=2)
+    with pytest.raises(InputError, match=r"^train_dataset is a Stream, which is read as a stream"):
+        PrivateTrainer(model, args, collate, Stream(), DATA[:2], defense="dp-sgd:1.0")
+    with pytest.raises(InputError, match=r"^train_dataset is a generator, which is read as a stream"):
+        PrivateTrainer(model, args, collate, (row for row in DATA), DATA[:2], defense="dp-sgd:1.0")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("reads", [lambda found: found.logits, lambda found: found["logits"], lambda found: found[1]])
+def test_a_loss_of_its_own_hears_what_it_may_use(reads: Any, tmp_path: Path) -> None:
+    class Logits(PrivateTrainer):
+        def compute_loss(self, model: Any, inputs: Any, *given: Any, **named: Any) -> Any:
+            return reads(model(**inputs)).mean()
+
+    says = (
+        r"^the output of a protected model has no .*(logits'?|entry 1) in training, only the loss.* may return outputs\.loss"
+    )
+    with pytest.raises(InputError, match=says):
+        private(Logits, tmp_path).train()
+
+
+def test_a_loss_of_its_own_may_look_whether_there_are_logits(tmp_path: Path) -> None:
+    seen: list[Any] = []
+
+    class Looks(PrivateTrainer):
+        def compute_loss(self, model: Any, inputs: Any, *given: Any, **named: Any) -> Any:
+            found = model(**inputs)
+            with torch.no_grad():
+                seen.append((hasattr(found, "logits"), found.get("logits"), model(**inputs).logits.shape))
+            return found.loss if found[0] is found["loss"] else None
+
+    private(Looks, tmp_path, bf16=True).train()
+    assert {one[:2] for one in seen} == {(False, None)} and seen[0][2][1] == 2

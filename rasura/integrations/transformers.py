@@ -13,7 +13,7 @@ import transformers
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 from transformers.trainer_utils import get_last_checkpoint
 
 from rasura.accounting import Guarantee, Ledger
@@ -69,6 +69,7 @@ class PrivateTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         optimizer_cls_and_kwargs: tuple[type[Optimizer], dict[str, Any]] | None = None,
         preprocess_logits_for_metrics: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> None:
+        _check_length(train_dataset)
         self.accumulated = 1 if args is None else args.gradient_accumulation_steps
         if args is not None:
             # The protection splits a batch itself: the Trainer would add up noisy gradients.
@@ -263,3 +264,12 @@ class PrivateTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         if found is not None and found.epsilon is not None:
             logs = {**logs, "epsilon": float(above(found.epsilon))}
         super().log(logs, start_time)
+
+
+def _check_length(data: Any) -> None:
+    """Raises ``InputError`` for texts that are read as a stream; nothing is read."""
+    if isinstance(data, IterableDataset) or not (data is None or hasattr(data, "__len__")):
+        raise InputError(
+            f"train_dataset is a {type(data).__name__}, which is read as a stream and has no fixed number of texts. The "
+            "guarantee depends on that number, and on drawing each text by chance; pass a list or a map-style data set"
+        )

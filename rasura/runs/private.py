@@ -30,6 +30,7 @@ from rasura.runs.loop_checks import (
     owners_of,
     planned_run,
 )
+from rasura.runs.loss_alone import loss_alone
 from rasura.runs.noise_target import solved
 from rasura.victims.padding import check_padding, takes_mask
 from rasura.victims.step import Kept, defended, message_for
@@ -182,11 +183,9 @@ class _Protected:
         step.gradients = [
             (n, None if (g := message.gradients.get(n)) is None else g.to(p.device, p.dtype)) for n, p in named.items()
         ]
-        from transformers.utils import ModelOutput
-
         self.last = step
         value = torch.tensor(loss, device=next(iter(named.values())).device)
-        return ModelOutput(loss=_Release.apply(value, step, *named.values()))  # type: ignore[no-untyped-call]  # of torch
+        return loss_alone(_Release.apply(value, step, *named.values()))  # type: ignore[no-untyped-call]  # of torch
 
     def _draw(self, inputs: Mapping[str, Tensor], numbers: Tensor | None, owners: Tensor | None) -> Draw:
         """How the batch was drawn that is trained on now. Raises ``InputError`` for another one than the next."""
