@@ -282,3 +282,15 @@ def test_wide_losses_are_rounded_to_a_coarser_grid_and_never_to_a_smaller_epsilo
     coarse = _by_library((Sampled(sigma, rate, 100),), 1e-5)
     assert fine <= coarse <= 1.1 * fine + 1e-9
     assert max(sizes[-2:]) >= (0.5 / sigma**2) / 2000 and min(sizes) >= 0.5 / sigma**2 / 200_000
+
+
+@pytest.mark.parametrize("noise", ["gaussian", "laplace"])
+@pytest.mark.parametrize("steps", [3_125_000_000, 10**12])
+def test_more_releases_than_the_library_can_compose_are_bounded_at_once(steps: int, noise: str) -> None:
+    """The library raises the size of a grid to the power of the number of releases: it did not end."""
+    found = epsilon(1.0, 32 / steps, steps, 1e-9, noise=noise)
+    fewer = epsilon(1.0, 32 / steps, 100_000, 1e-9, noise=noise)
+    assert fewer < found < 100
+    if noise == "gaussian":
+        assert found == epsilon(1.0, 32 / steps, steps, 1e-9, by="rdp")
+        assert epsilon(sigma_for(1.0, 32 / steps, steps, 1e-9), 32 / steps, steps, 1e-9) <= 1.0

@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from rasura.accounting.limits import MAX_LOSSES, MAX_PLD_STEPS, MIN_PLD_DELTA
 from rasura.core.errors import InputError, MissingExtra
 
 Accountant = Literal["pld", "rdp", "paper"]
@@ -33,14 +34,6 @@ MIN_SIGMA = 1e-3
 
 MAX_SIGMA = 1e100
 """Above this noise multiplier no epsilon is computed: its square would be too large for a float."""
-
-MIN_PLD_DELTA = 1e-10
-"""Below this delta privacy loss distributions are not used: their Fourier transforms round in float64, and epsilon comes out
-below the true value from a delta of about 1e-12 on. Orders (RDP) hold at any delta."""
-
-MAX_LOSSES = 200_000
-"""The largest number of losses above zero that one release of a privacy loss distribution is rounded to: the library goes
-through them one by one. A coarser grid gives a larger epsilon, never a smaller one."""
 
 ROUNDING = 1e-13
 """Added to the logarithm of a moment, absolutely and relatively, so that rounding never brings a bound below the true
@@ -121,8 +114,8 @@ def epsilon(
     """Epsilon of ``steps`` releases with noise multiplier ``sigma``, each text in each with probability ``rate``.
 
     Neighbouring data sets differ in one text, added or removed. With ``pld`` and ``rdp`` the result is never below the true
-    value. For that, ``pld`` is ``rdp`` at a delta below ``MIN_PLD_DELTA``. Only ``pld`` takes Laplace noise. Raises
-    ``InputError`` for invalid values, and if no finite number was found.
+    value. For that, ``pld`` is ``rdp`` at a delta below ``MIN_PLD_DELTA``, and above ``MAX_PLD_STEPS`` for the time. Only
+    ``pld`` takes Laplace noise. Raises ``InputError`` for invalid values, and if no finite number was found.
     """
     return composed_epsilon((Sampled(sigma, rate, steps, noise),), delta, by=by)
 
@@ -142,7 +135,7 @@ def composed_epsilon(parts: tuple[Sampled, ...], delta: float, *, by: Accountant
         raise InputError(f"the accountant {by} supports only Gaussian noise; use pld")
     if by != "pld":
         return finite("epsilon", _by_orders(parts, delta, PAPER_ORDERS if by == "paper" else ORDERS))
-    if delta < MIN_PLD_DELTA:
+    if _by_orders_only(parts, delta):
         return finite("epsilon", _by_orders(parts, delta, ORDERS))
     for less in (0.0, 1e-4, 1e-3, 1e-2):
         # The library's numbers overflow at single points. Less noise never has a smaller epsilon: a bound, too.
@@ -150,6 +143,10 @@ def composed_epsilon(parts: tuple[Sampled, ...], delta: float, *, by: Accountant
         if math.isfinite(found):
             return found
     return finite("epsilon", _by_orders(parts, delta, ORDERS))
+
+
+def _by_orders_only(parts: Sequence[Sampled], delta: float) -> bool:
+    return delta < MIN_PLD_DELTA or sum(part.steps for part in parts) > MAX_PLD_STEPS
 
 
 def _by_library(parts: Sequence[Sampled], delta: float, digits: float | None = None) -> float:
@@ -250,8 +247,8 @@ def sigma_for(
 
     def spent(sigma: float, digits: float) -> float:
         part = (Sampled(sigma, rate, steps, noise),)
-        orders = by == "rdp" or delta < MIN_PLD_DELTA
-        return _by_orders(part, delta, ORDERS) if orders else _by_library(part, delta, digits)
+        by_orders = by == "rdp" or _by_orders_only(part, delta)
+        return _by_orders(part, delta, ORDERS) if by_orders else _by_library(part, delta, digits)
 
     # RDP is quick and asks for somewhat more noise than is needed.
     if noise == "laplace":
