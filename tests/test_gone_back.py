@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from early_setting import OTHERS, fails, ledger, trainer_of_five_steps
 from private_setting import DATA, collate
-from transformers import EarlyStoppingCallback, TrainingArguments
+from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArguments
 
 from rasura import PrivateTrainer
 from rasura.accounting import Draw, Ledger, Run, epsilon
@@ -186,3 +186,26 @@ def test_each_attempt_that_an_error_ended_counts(tmp_path: Path) -> None:
     again = trainer_of_five_steps(tmp_path, lambda control: None, 8)
     again.train(resume_from_checkpoint=True)
     assert again.ledger.releases == 8 and again.guarantee.epsilon == epsilon(1.0, 6 / 24, 11, 1e-3)
+
+
+def test_a_pass_that_was_left_before_its_end_is_refused_where_the_rest_does_not_fit(tmp_path: Path) -> None:
+    """A resumed training begins with a new pass; it was refused after the last step that the passes hold."""
+
+    def passes(steps: int, last: int) -> Any:
+        stop = type("Stop", (TrainerCallback,), {"on_step_end": lambda self, args, state, control, **more: setattr(
+            control, "should_training_stop", state.global_step >= last)})  # fmt: skip
+        args = TrainingArguments(
+            str(tmp_path), per_device_train_batch_size=6, max_steps=steps, save_steps=1, report_to=[], use_cpu=True
+        )
+        model = tiny("bert", "classification", num_labels=2)
+        return PrivateTrainer(model, args, collate, DATA, defense="directional:50", delta=1e-3, callbacks=[stop()])
+
+    passes(8, 6).train()
+    says = r"checkpoint-6 has 6 steps in 2 of 2 planned passes, .* do not hold the 2 steps to go\. Pass max_steps=10, which"
+    again = passes(8, 8)
+    with pytest.raises(InputError, match=says):
+        again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == 0
+    more = passes(10, 10)
+    more.train(resume_from_checkpoint=True)
+    assert (more.state.global_step, more.ledger.releases, more.ledger.passes) == (10, 10, 3)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 
 from rasura.accounting import Ledger
+from rasura.accounting.compositions import DIRECTIONAL
 from rasura.accounting.ledger import releases_in
 from rasura.core.errors import InputError
 from rasura.runs.earlier import LEDGER
@@ -19,13 +21,14 @@ CANARIES = "rasura_canaries.json"
 
 def resume(ledger: Ledger, place: Path, output: Path) -> None:
     """Go on from the checkpoint ``place`` in a training that writes to ``output``. Raises ``InputError`` where it has no
-    ledger, or one that cannot be written, and as ``_check_newest``."""
+    ledger, or one that cannot be written, and as ``_check_newest`` and ``_check_ends``."""
     file = place / LEDGER
     ledger.load(file)
     if not os.access(file, os.W_OK):
         raise InputError(f"{file} cannot be written, and what is released from here on must be counted there too; go on "
             "from a copy of the checkpoint in a folder that can be written")  # fmt: skip
     _check_newest(ledger, place, output)
+    _check_ends(ledger, place)
 
 
 def state_again(ledger: Ledger, *kept: str | Path | None) -> None:
@@ -51,6 +54,28 @@ def _check_newest(ledger: Ledger, place: Path, output: Path) -> None:
                     "was released after it would not be counted. Resume from the newest checkpoint. To go back instead, "
                     "move the newer ones elsewhere, and state the epsilon of all releases together"
                 )
+
+
+def _check_ends(ledger: Ledger, place: Path) -> None:
+    """Raises ``InputError`` where the planned passes hold fewer steps than are left, since a resumed training begins with a
+    new pass: under DirDP, of which passes are counted, it would be refused after its last step."""
+    run, made, begun = ledger.run, ledger.releases, ledger.passes
+    if ledger.formal is None or ledger.formal.name != DIRECTIONAL or run.sampling == "poisson":
+        return
+    every, left = run.steps_an_epoch, max(0, run.epochs - begun)
+    if left * every >= run.steps - made:
+        return
+    steps = made + max(1, left) * every
+    way = (
+        f"Pass max_steps={steps}, which whole passes reach"
+        if math.ceil(made / every) >= begun
+        else "Begin another training from these weights, for which both epsilons count together"
+    )
+    raise InputError(
+        f"{place} has {made} steps in {begun} of {run.epochs} planned passes, and the last one was left before its end. A "
+        f"resumed training begins with a new pass, so the {left} others do not hold the {run.steps - made} steps to go. "
+        f"{way}"
+    )
 
 
 def _step_of(checkpoint: Path) -> int:
