@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from rasura.attacks.shared import verify
 from rasura.attacks.shared.comparing import cosine, relative_error
-from rasura.attacks.shared.decoys import decoys, longer_or_shorter, weakest
+from rasura.attacks.shared.decoys import decoys, of_other_lengths, weakest
 from rasura.attacks.shared.labelings import labelings, may_be_turned, pad, turned
 from rasura.attacks.shared.verify import (
     apart,
@@ -251,7 +251,7 @@ def test_a_model_without_segments_is_told_of_none() -> None:
 def least_of(seen: Observation, texts: Sequence[Sequence[int]], labels: Tensor, types: Any = None) -> float:
     """The least error of the decoys of ``texts``, each with ``labels`` (causal: its own) and the segments ``types``."""
 
-    def inputs(rows: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+    def inputs(rows: Sequence[Sequence[int]], types: Any = types) -> dict[str, Tensor]:
         ids, mask = pad(rows, PAD)
         more = {} if types is None else {"token_type_ids": pad(types, 0)[0]}
         own = torch.where(mask.bool(), ids, -100) if seen.task == "causal" else labels
@@ -261,10 +261,10 @@ def least_of(seen: Observation, texts: Sequence[Sequence[int]], labels: Tensor, 
     whole = inputs(guess)
     logits = seen.model(**{k: v for k, v in whole.items() if k != "labels"}).logits
     weak = weakest(logits, whole["labels"], whole["attention_mask"])
-    found = [*decoys(seen, guess, inputs=whole, weakest=weak, rng=generator(0, "decoys"))]
-    found += longer_or_shorter(seen, guess, logits)
+    found: list[tuple[Any, Any]] = [*of_other_lengths(seen, guess, types, logits)]
+    found += [(d, types) for d in decoys(seen, guess, inputs=whole, weakest=weak, rng=generator(0, "decoys"))]
     names, local = list(seen.gradients), announced_update(seen)
-    return min(relative_error(changed(seen.model, inputs(d), names, local)[0], seen.gradients, seen.visible) for d in found)
+    return min(relative_error(changed(seen.model, inputs(*d), names, local)[0], seen.gradients, seen.visible) for d in found)
 
 
 @pytest.mark.parametrize("kind", ["bert", "segments", "fedavg", "gpt2", "gpt2 causal", "llama causal"])
@@ -322,9 +322,10 @@ def test_no_text_is_longer_than_the_positions_or_the_lengths_that_are_known() ->
     text = [CLS, 40, 3, 41, 9, 42]
     seen = seen_of(certain_of(model, text), [text[:-1]], task="causal")
     logits = model(input_ids=torch.tensor([text[:-1]])).logits
-    assert list(longer_or_shorter(seen, (tuple(text[:-1]),), logits)) == [(tuple(text),), (tuple(text[:-2]),)]
+    found = [decoy for decoy, _ in of_other_lengths(seen, (tuple(text[:-1]),), None, logits)]
+    assert found == [(tuple(text),), (tuple(text[:-2]),)]
     known = replace(seen, granted={**seen.granted, Grant.LENGTHS: torch.tensor([5])})
-    assert not list(longer_or_shorter(known, (tuple(text[:-1]),), logits))
+    assert not list(of_other_lengths(known, (tuple(text[:-1]),), None, logits))
 
 
 @pytest.mark.parametrize("kind", ["bert", "gpt2", "llama causal"])
@@ -377,6 +378,7 @@ def test_as_many_entries_prove_a_text_as_tell_it_from_all_others() -> None:
 def test_noise_beyond_the_tolerance_leaves_no_proof_however_far_decoys_are() -> None:
     name, text = "bert.embeddings.word_embeddings.weight", [CLS, 40, SEP]  # any other word has another row
     seen = only(seen_of(tiny("bert", "classification"), [text], [1]), name)
+    seen = replace(seen, granted={**seen.granted, Grant.LENGTHS: (len(text),)})  # nor is there another word
     gradient = seen.gradients[name]
     for size, proven in ((1e-5, True), (9e-4, True), (1.2e-3, False)):
         noise = torch.randn(gradient.shape, generator=generator(1)) / math.sqrt(gradient.numel())

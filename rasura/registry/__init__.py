@@ -37,7 +37,7 @@ from rasura.registry.tables import (
     usual_membership,
     usual_metrics,
 )
-from rasura.registry.trust import declared, trusted
+from rasura.registry.trust import declared, trusted, with_open_ends
 
 __all__ = [
     "ATTACKS",
@@ -79,4 +79,5 @@ __all__ = [
     "trusted",
     "usual_membership",
     "usual_metrics",
+    "with_open_ends",
 ]  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from rasura.attacks.shared.open_ends import open_ends
 from rasura.attacks.shared.verify import prove, verified
 from rasura.core.interfaces import Attack
 from rasura.core.values import Observation, Reconstruction
@@ -32,3 +33,9 @@ def trusted(guess: Reconstruction, seen: Observation, attack: object) -> Reconst
         return guess
     proof = prove(seen, guess.tokens) if guess.confidence == "verified" and guess.images is None else None
     return replace(guess, confidence="matched", proof=None) if proof is None else verified(proof, guess.details)
+
+
+def with_open_ends(guess: Reconstruction, seen: Observation, end: int | None) -> Reconstruction:
+    """``guess``, whose details say where its texts may begin earlier or go on (``open_ends``). ``end``: the tokenizer's
+    token for the end of a text."""
+    return replace(guess, details={**guess.details, **open_ends(seen, guess, end)})

@@ -19,7 +19,7 @@ from rasura.core.rng import generator
 from rasura.core.so_far import Stage, interruptible
 from rasura.core.threat import observe_update
 from rasura.core.values import UNKNOWN, Message, Observation, Parameter, Reconstruction
-from rasura.registry import trusted
+from rasura.registry import trusted, with_open_ends
 from rasura.report.notes import SURE
 from rasura.runs.attempt import Outcome, Status, attempt
 from rasura.runs.read_request import ReadRequest
@@ -112,7 +112,8 @@ def read_update(
             if all(n in seen.visible and not bool(seen.visible[n].any()) for n in seen.gradients):
                 raise NotApplicable("every entry of the update is hidden, so there is nothing to read")
             run = partial(request.method, seen, rng=generator(request.seed, "read"), budget=request.budget)
-            return trusted(run() if begun is None else interruptible(run, begun), seen, request.method)
+            found = trusted(run() if begun is None else interruptible(run, begun), seen, request.method)
+            return with_open_ends(found, seen, getattr(victim.tokenizer, "eos_token_id", None))
 
         outcome = attempt(guess, raises=(Exception,))
     return replace(_result(outcome, victim, request), file=update.notes)

@@ -31,6 +31,7 @@ def notes(guess: Reconstruction, victim: Victim, request: ReadRequest) -> tuple[
         out.append(f"texts that are a beginning of {'this one' if texts == 1 else 'these'} may be in the update as well")
     if others := guess.details.get("other_words"):
         out.append(f"other words that stand out in the update, which the texts do not show: {others}")
+    out += _open_ends(guess, victim)
     out += _left_out(guess, words)
     if batch_size is not None and 0 < texts < batch_size and not together:
         # Even a proof says nothing of these: the update is the same without them.
@@ -49,6 +50,18 @@ def notes(guess: Reconstruction, victim: Victim, request: ReadRequest) -> tuple[
             which = f", and its size is not that of the update {request.update}"
         out.append(f"the labels depend on the sign of the file{which}")
     return tuple(out)
+
+
+def _open_ends(guess: Reconstruction, victim: Victim) -> list[str]:
+    """Where the texts of ``guess`` may begin earlier or go on, one line each."""
+    names = {"begins_earlier": "begin earlier", "ends_later": "end later"}
+    sides = " or ".join(said for name, said in names.items() if guess.details.get(name))
+    which = "the text" if len(guess.tokens) == 1 else "the longest text"
+    out = [f"{which} may {sides}: one more word there leaves nothing in the update"] if sides else []
+    if guess.details.get("ends_in_padding"):
+        end = victim.tokenizer.eos_token
+        out.append(f"whether a text ends in {end} stays open: the model takes it for padding there")
+    return out
 
 
 def _against(guess: Reconstruction, request: ReadRequest) -> list[str]:

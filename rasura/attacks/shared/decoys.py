@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Literal
 
 import torch
 from torch import Generator, Tensor
 
 from rasura.attacks.shared.dummies import ordinary_ids
 from rasura.attacks.shared.twins import Texts, nearest, twins
+from rasura.core.rng import generator
 from rasura.core.updates import changed
 from rasura.core.values import Grant, Observation, Vocabulary
 from rasura.victims.models import parts
 from rasura.victims.positions import positions
+
+Types = Sequence[Sequence[int]]
+Side = Literal["begins", "ends"]
 
 MAX_TEXTS = 4
 """Texts of a batch that get decoys of their own: those whose share of the loss's gradient is smallest, so the worst told."""
@@ -78,15 +83,64 @@ def decoys(
     yield with_words(tokens, {(row, n): other(tokens[row][n]) for row, n in free})
 
 
+def lengths_known(seen: Observation) -> bool:
+    """Whether the lengths of the texts are known, and not only stated."""
+    return Grant.LENGTHS in seen and Grant.LENGTHS not in seen.claimed
+
+
+def of_other_lengths(
+    seen: Observation, tokens: Texts, types: Types | None, logits: Tensor
+) -> Iterator[tuple[Texts, Types | None]]:
+    """Batches of other lengths than ``tokens``, with their segments, where ``lengths_known`` does not exclude them.
+
+    ``types``: the segments of ``tokens``. ``logits``: of ``tokens``; of a causal model ``(batch, length, words)``.
+    """
+    if lengths_known(seen):
+        return
+    if seen.task == "causal":
+        yield from ((decoy, None) for decoy in longer_or_shorter(seen, tokens, logits))
+    else:
+        yield from longer(seen, tokens, types).values()
+
+
+def longer(seen: Observation, tokens: Texts, types: Types | None) -> dict[Side, tuple[Texts, Types | None]]:
+    """Of a classifier's batch, those whose longest text has one word more, and their segments: it ``begins`` earlier, or
+    ``ends`` later. Where attention reaches only so many tokens, such a word may leave nothing in the update.
+
+    A position table tells where a text begins. Where a decoder's text ends, there its head reads.
+    """
+    known, row = parts(seen.model), max(range(len(tokens)), key=lambda row: len(tokens[row]))
+    ordinary, text, prefix = ordinary_ids(seen.vocabulary), tokens[row], seen.vocabulary.prefix
+    most = positions(seen.model)
+    if not len(ordinary) or (most is not None and len(text) >= most):
+        return {}
+    word = int(ordinary[int(torch.randint(len(ordinary), (), generator=generator(0, "longer")))])
+    places: dict[Side, int] = {}
+    if known.position_embedding is None:
+        places["begins"] = len(prefix) if text[: len(prefix)] == prefix else 0
+    if not known.causal:
+        places["ends"] = len(text)
+    return {side: with_one_more(tokens, types, row, n, word) for side, n in places.items()}
+
+
+def with_one_more(tokens: Texts, types: Types | None, row: int, n: int, token: int) -> tuple[Texts, Types | None]:
+    """``tokens`` with ``token`` in front of place ``n`` of the text ``row``, and their segments, if there are ``types``."""
+    text = tokens[row]
+    longer_text = _replaced(tokens, row, (*text[:n], token, *text[n:]))
+    if types is None:
+        return longer_text, None
+    own = tuple(types[row])
+    beside = own[min(n, len(own) - 1)]
+    return longer_text, _replaced(tuple(map(tuple, types)), row, (*own[:n], beside, *own[n:]))
+
+
 def longer_or_shorter(seen: Observation, tokens: Texts, logits: Tensor) -> Iterator[Texts]:
-    """Of a causal batch, two batches of other lengths, where these are not granted: one text goes on with the word that the
-    model foresees, or lacks its last word. A word that the model is certain of leaves hardly anything in the update.
+    """Of a causal batch, two batches of other lengths: one text goes on with the word that the model foresees, or lacks its
+    last word. A word that the model is certain of leaves hardly anything in the update.
 
     Of all texts, the one whose word is the most certain is taken. ``logits``: ``(batch, length, words)``, of ``tokens``.
     """
     vocabulary = seen.vocabulary
-    if seen.task != "causal" or Grant.LENGTHS in seen:
-        return
     p = logits.detach().double().softmax(-1)
     # A special token counts as a word: a chat template ends in one and a line break, and the model foresees both.
     known = torch.tensor([i for i in range(vocabulary.size) if i not in vocabulary.unused_ids])

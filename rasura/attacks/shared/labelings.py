@@ -68,11 +68,13 @@ def _labels_from_head(seen: Observation, ids: Tensor, mask: Tensor, types: Tenso
         return []
     extra = {} if types is None else {"token_type_ids": types}
     with torch.no_grad():
-        logits = model(input_ids=ids, attention_mask=mask, **extra).logits.double()
-        # RoBERTa's head reads (batch, hidden); decoders score every position and use the last real one.
-        states = layer_inputs(model, [head.module], input_ids=ids, attention_mask=mask, **extra)[head.module].double()
-    if states.dim() == 3:
-        states = states[torch.arange(len(ids)), mask.sum(1) - 1]
+        logits = model(input_ids=ids, attention_mask=mask, **extra).logits
+        # RoBERTa's head reads (batch, hidden); decoders score every position and use one, the last that is not padding's id.
+        states = layer_inputs(model, [head.module], input_ids=ids, attention_mask=mask, **extra)[head.module]
+        if states.dim() == 3:
+            off = model.get_submodule(head.module)(states) - logits[:, None]
+            states = states[torch.arange(len(ids)), off.abs().sum(-1).argmin(1)]
+    logits, states = logits.double(), states.double()
     gradient = seen.gradients[head.weight].double()
     deltas = (gradient @ torch.linalg.pinv(states)).T / announced_update(seen).steps
     shares = logits.softmax(1) - deltas * len(ids)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rasura.attacks.shared.comparing import relative_error, scale
-from rasura.attacks.shared.decoys import decoys, free_places, longer_or_shorter, weakest
+from rasura.attacks.shared.decoys import decoys, free_places, of_other_lengths, weakest
 from rasura.attacks.shared.dummies import ordinary_ids
 from rasura.attacks.shared.labelings import labelings, may_be_turned, pad, targets, turned
 from rasura.attacks.shared.twins import Texts, twins
@@ -191,8 +191,8 @@ def prove(seen: Observation, tokens: Sequence[Sequence[int]], types: Sequence[Se
     shown = entries(seen)
     min_decoy, far = math.inf, _Decoys(seen, shown)
     alike = decoys(seen, guess, inputs=inputs | {"labels": labels}, weakest=weak, rng=generator(0, "decoys"))
-    for decoy in chain(longer_or_shorter(seen, guess, logits), alike):
-        other = _inputs(seen, decoy, types if seen.task != "causal" else None)[0]
+    for decoy, own in chain(of_other_lengths(seen, guess, types, logits), ((decoy, types) for decoy in alike)):
+        other = _inputs(seen, decoy, own if seen.task != "causal" else None)[0]
         other["labels"] = labels if seen.task != "causal" else targets(other["input_ids"], other["attention_mask"])
         missed = far.missed(other, error)
         if not apart(error, missed):  # nor is one whose update is no number
