@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
 from typer.testing import CliRunner
@@ -18,7 +19,7 @@ from rasura.core.rng import generator
 from rasura.core.values import UNKNOWN, Reconstruction
 from rasura.runs.reading import ReadRequest, read_update
 from rasura.runs.reading_notes import OUTSIDE, notes
-from rasura.testing.tiny import tiny, tokenizer_folder
+from rasura.testing.tiny import CLS, PAD, SEP, WORDS, tiny, tokenizer_folder
 from rasura.victims.loading import Victim, load
 from rasura.victims.models import parts
 from rasura.victims.step import capture
@@ -311,3 +312,22 @@ def test_words_of_an_update_by_other_weights_say_what_is_missing(tmp_path: Path,
         assert found.notes == ("other words that stand out in the update, which the texts do not show: 1",)
     else:
         assert set(found.tokens[0]) == set(words) and OUTSIDE in found.notes
+
+
+def test_words_whose_inputs_lie_in_the_row_space_are_not_said_to_lie_outside(tmp_path: Path) -> None:
+    """A layer that sees the last four words names all words of two texts, and does not tell the texts apart."""
+    torch.manual_seed(0)
+    config = transformers.GPTNeoConfig(
+        vocab_size=WORDS, pad_token_id=PAD, num_labels=2, bos_token_id=CLS, eos_token_id=SEP, hidden_size=64, num_layers=2,
+        attention_types=[[["global", "local"], 1]], num_heads=4, max_position_embeddings=64, window_size=4,
+    )  # fmt: skip
+    model = transformers.GPTNeoForSequenceClassification._from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(2.0 if p.dim() > 1 else 1.0)
+    held = load(tokenizer_folder(model, tmp_path / "model"), "classification")
+    inputs = dict(held.tokenizer(["w40 the w41 w19 the w42 .", "w50 w51 of w52"], return_tensors="pt", padding=True))
+    capture(held.model, inputs | {"labels": torch.tensor([1, 0])}, tmp_path / "u.safetensors")
+    found = read_update(tmp_path / "u.safetensors", held, ReadRequest("span", 2, frozen_embeddings=True))
+    assert found.details.get("by_leverage") and set(found.tokens[0]) == {3, 4, 9, 19, 40, 41, 42, 50, 51, 52}
+    assert OUTSIDE not in found.notes

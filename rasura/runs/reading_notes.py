@@ -10,8 +10,8 @@ from rasura.runs.read_request import ReadRequest
 from rasura.victims.loading import Victim
 
 OUTSIDE = (
-    "the inputs of these words do not lie in the row space of the update, only near it: it may be that of other weights "
-    "than the model's, or of another dropout"
+    "the inputs of most of these words lie near the row space of the update, not in it; one possible cause is that the "
+    "client had other weights or another dropout"
 )
 
 

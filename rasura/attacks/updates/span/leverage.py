@@ -17,7 +17,7 @@ from torch import Tensor
 from rasura.attacks.shared.twins import one_of_twins, row_norms
 from rasura.attacks.shared.verify import in_span
 from rasura.attacks.updates.span.inputs import Inputs
-from rasura.attacks.updates.span.rows import CHUNK, FULL, scaled, visible_gradients
+from rasura.attacks.updates.span.rows import CHUNK, FULL, RowSpace, scaled, visible_gradients
 from rasura.attacks.updates.span.tokens import EMPTY, candidates
 from rasura.core.interfaces import AttackFailed
 from rasura.core.values import Grant, Observation, Reconstruction
@@ -51,30 +51,31 @@ def or_by_leverage(read: Callable[[], Reconstruction], seen: Observation) -> Rec
     try:
         guess = read()
     except AttackFailed:
-        bag, room = words_by_leverage(seen)
+        bag, outside = words_by_leverage(seen)
         if not bag:
             raise
     else:
         named = {t for text in guess.tokens for t in text} - seen.vocabulary.special_ids
         if guess.confidence != "matched":
             return guess
-        bag, room = words_by_leverage(seen)
+        bag, outside = words_by_leverage(seen)
         if len(bag) <= len(named):
             return guess
         if guess.ordered and 2 * len(named.intersection(bag)) >= len(bag):
             return replace(guess, details={**guess.details, "other_words": len(set(bag) - named)})
     size = seen.batch_size if Grant.BATCH_SIZE in seen else 1
-    details = {"distinct_tokens": len(bag), "by_leverage": True, "outside": room}
+    details = {"distinct_tokens": len(bag), "by_leverage": True, "outside": outside}
     return in_span((bag,) * size, seen, believed=False, ordered=False, details=details)
 
 
 @torch.no_grad()
 def words_by_leverage(seen: Observation) -> tuple[tuple[int, ...], bool]:
-    """The words that stand out by the gradients of block 0 that are visible whole, and whether their row space has room.
+    """The words that stand out by the gradients of block 0 that are visible whole, and whether most of them lie outside the
+    row space, which has room.
 
     None where these have too few rows, fewer than ``LEAST`` words stand out, or more than a row space with room can hold:
-    each word takes a direction, so some only resemble the batch's. Words near a row space with room, which do not lie in
-    it, are what other weights than the model's leave, or another dropout.
+    each word takes a direction, so some only resemble the batch's. Other weights than the model's leave words that are only
+    near the row space, and so does another dropout.
     """
     known = parts(seen.model)
     matrices = scaled(visible_gradients(seen, known.blocks[0].qkv))
@@ -90,15 +91,26 @@ def words_by_leverage(seen: Observation) -> tuple[tuple[int, ...], bool]:
     filled = int((values > WEAKEST * values[0]).sum())
     room = filled < FULL * known.hidden
     most = filled if room else len(ids)
-    norms, found, empty, stale = row_norms(seen), set[int](), 0, 0
+    space = RowSpace(rows[:filled].T, values[filled] / values[:filled]) if room else None
+    norms, found, inside, empty, stale = row_norms(seen), set[int](), set[int](), 0, 0
     for place in range(places):
         here = _standing_out(inputs, ids, place, whiten, norms)
         words = set(here) - seen.vocabulary.special_ids
         empty, stale = 0 if words else empty + 1, 0 if words - found else stale + 1
         found |= words
+        inside |= _inside(space, inputs, sorted(words - inside), place)
         if empty > EMPTY or stale > STALE or len(found) > most:
             break
-    return (tuple(sorted(found)), room) if LEAST <= len(found) <= most else ((), room)
+    outside = space is not None and 2 * len(inside) < len(found)
+    return (tuple(sorted(found)), outside) if LEAST <= len(found) <= most else ((), outside)
+
+
+def _inside(space: RowSpace | None, inputs: Inputs, words: list[int], place: int) -> set[int]:
+    """Those of ``words`` whose input at ``place`` lies in ``space``."""
+    if space is None or not words:
+        return set()
+    states = inputs.first(torch.tensor(words), place).double()
+    return {word for word, lies in zip(words, (space.residual(states) < space.tolerance(states)).tolist()) if lies}
 
 
 def _standing_out(inputs: Inputs, ids: Tensor, place: int, whiten: Tensor, norms: Tensor | None) -> list[int]:
