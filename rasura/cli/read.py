@@ -113,7 +113,7 @@ def read(
     if candidates is not None:
         return candidates_read(paths[0], candidates, victim, request, simulated_rounds, as_json)
     if watch is None and len(paths) == 1:
-        return _told(_one(paths[0], victim, request, stops=True), as_json)
+        return _told(_alone(paths[0], victim, request), as_json)
     return _each(paths if watch is None else arriving(watch), victim, request, as_json)
 
 
@@ -148,6 +148,16 @@ def _one(path: Path, victim: Victim, request: ReadRequest, stops: bool = False) 
                 say(f"reading: {stage.attack}{so_far}", to=err)
 
         return read_update(path, victim, request, begun if stops else None)
+
+
+def _alone(path: Path, victim: Victim, request: ReadRequest) -> ReadResult:
+    """The texts of the one update that is read. Where reading breaks, the command ends with one sentence."""
+    try:
+        return _one(path, victim, request, stops=True)
+    except FAULTS as error:
+        if isinstance(error, InputError) or type(error).__name__ == "OutOfMemoryError":
+            raise
+        raise InputError(f"{path}: reading crashed: {broken(error)}") from error
 
 
 def _each(paths: Iterable[Path], victim: Victim, request: ReadRequest, as_json: bool) -> None:

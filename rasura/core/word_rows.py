@@ -40,13 +40,21 @@ def token_rows(model: nn.Module) -> Tensor:
 
 def output_layer(model: nn.Module) -> nn.Module | None:
     """The layer of a language ``model`` that gives a number to each token; None for other models."""
-    layer = getattr(model, "get_output_embeddings", lambda: None)()
+    layer = _said(model, "get_output_embeddings")
     return layer if isinstance(layer, nn.Module) else None
 
 
 def input_layer(model: nn.Module) -> Any:
     """What ``model`` looks up words in, with what an adapter put around it; None where it does not say."""
-    return getattr(model, "get_input_embeddings", lambda: None)()
+    return _said(model, "get_input_embeddings")
+
+
+def _said(model: nn.Module, method: str) -> Any:
+    """What ``method`` of ``model`` returns; None without such a method, or where this kind has not written it (CANINE)."""
+    try:
+        return getattr(model, method, lambda: None)()
+    except NotImplementedError:
+        return None
 
 
 def running(layer: Any) -> Any:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from torch import nn
 
 from rasura.core.interfaces import InputError
+from rasura.core.word_rows import input_layer
 
 
 def _size(module: nn.Module) -> int:
@@ -42,8 +42,7 @@ def up_to_the_blocks(model: nn.Module) -> list[nn.Parameter]:
 
 
 def _embedding_modules(model: nn.Module) -> Iterator[nn.Module]:
-    getter: Any = getattr(model, "get_input_embeddings", lambda: None)
-    word = getter()
+    word = input_layer(model)
     if not isinstance(word, nn.Module):
         raise InputError(f"{type(model).__name__} has no get_input_embeddings(); expected a Hugging Face language model")
     yield word

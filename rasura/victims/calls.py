@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rasura.core.interfaces import InputError
+
 LENGTH = 5
 """Number of tokens of the text: no number of rows of a table of distances, which are even."""
 
@@ -27,11 +29,26 @@ def hooked(*handles: Any) -> Iterator[None]:
             handle.remove()
 
 
+@contextmanager
+def refusing(model: nn.Module, length: int) -> Iterator[None]:
+    """Inside the block, which runs ``model`` on a text of ``length`` tokens, whatever its code raises becomes an
+    ``InputError``."""
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:  # whatever a foreign model's code raises
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+        kind = type(model).__name__
+        raise InputError(f"{kind} cannot be run on a text of {length} tokens: {first}") from None
+
+
 @torch.no_grad()
 def reads(model: nn.Module, layers: Sequence[str], words: int, last: str) -> dict[str, list[Tensor]]:
     """What each of ``layers`` reads, call by call, for one text of ``LENGTH`` among the first ``words`` ids.
 
-    The run ends behind the module ``last``: a head may refuse such a text, as T5's does.
+    The run ends behind the module ``last``: a head may refuse such a text, as T5's does. Raises ``InputError`` where the
+    model cannot be run.
     """
     ids = torch.arange(5, 5 + LENGTH, device=next(model.parameters()).device)[None] % words
     found: dict[str, list[Tensor]] = {name: [] for name in layers}
@@ -44,7 +61,7 @@ def reads(model: nn.Module, layers: Sequence[str], words: int, last: str) -> dic
 
     handles = [model.get_submodule(name).register_forward_pre_hook(record(name)) for name in layers]
     handles.append(model.get_submodule(last).register_forward_hook(stop))
-    with hooked(*handles), suppress(Stop):
+    with hooked(*handles), refusing(model, LENGTH), suppress(Stop):
         model(input_ids=ids, attention_mask=torch.ones_like(ids))
     return found
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from rasura.core.interfaces import InputError
 from rasura.core.word_rows import output_layer, running
-from rasura.victims.calls import Stop, hooked, reaches, reads, tokens_alone, tokens_and_more
+from rasura.victims.calls import Stop, hooked, reaches, reads, refusing, tokens_alone, tokens_and_more
 from rasura.victims.embeddings import embedding_names, position_tables, word_embedding
 from rasura.victims.plugins import plugged
 
@@ -254,14 +254,17 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def layer_output(model: nn.Module, module: str, **inputs: Any) -> Tensor | None:
-    """What leaves ``module`` when ``model`` runs on ``inputs``; no layer behind it runs. None where none runs it."""
+    """What leaves ``module`` when ``model`` runs on ``inputs``; no layer behind it runs. None where none runs it. Raises
+    ``InputError`` where the model cannot be run."""
     outputs: list[Tensor] = []
 
     def keep(_: nn.Module, __: tuple[Any, ...], out: Any) -> None:
         outputs.append(out if isinstance(out, Tensor) else out[0])
         raise Stop
 
-    with hooked(model.get_submodule(module).register_forward_hook(keep)), evaluating(model), suppress(Stop):
+    length = inputs["input_ids"].shape[1]
+    hook = model.get_submodule(module).register_forward_hook(keep)
+    with hooked(hook), evaluating(model), refusing(model, length), suppress(Stop):
         model(**inputs)
     return outputs[0] if outputs else None
 

@@ -122,6 +122,8 @@ def first_inputs(model: nn.Module, tokens: Tensor, position: int, segment: int =
             extra["position_ids"] = places[-1].expand_as(ids)
     else:  # the model counts positions itself: put the token behind fillers
         ids = torch.cat([torch.full((len(tokens), position), filler(model), device=tokens.device), tokens[:, None]], 1)
+    if "decoder_input_ids" in _forward_names(model):  # mBART makes them of the text, and cannot of padding alone
+        extra["decoder_input_ids"] = ids
     if segment_types(model) > 1:
         extra["token_type_ids"] = torch.full_like(ids, segment)
     module = known.blocks[0].qkv[0].module
@@ -129,13 +131,20 @@ def first_inputs(model: nn.Module, tokens: Tensor, position: int, segment: int =
 
 
 @torch.no_grad()
-def check_takes_embeddings(model: nn.Module) -> None:
-    """Raises ``NotApplicable`` for a model that takes no embeddings in place of tokens, as T5's classifier."""
+def takes_embeddings(model: nn.Module) -> bool:
+    """Whether the model takes embeddings in place of tokens. The classifiers of T5 and mBART do not."""
     weight = model.get_parameter(parts(model).word_embedding)
     try:
         model(inputs_embeds=weight[None, :2], attention_mask=torch.ones(1, 2, dtype=torch.long, device=weight.device))
     except NotImplementedError:
-        raise NotApplicable(f"{type(model).__name__} takes no embeddings in place of tokens") from None
+        return False
+    return True
+
+
+def check_takes_embeddings(model: nn.Module) -> None:
+    """Raises ``NotApplicable`` for a model that takes no embeddings in place of tokens (``takes_embeddings``)."""
+    if not takes_embeddings(model):
+        raise NotApplicable(f"{type(model).__name__} takes no embeddings in place of tokens")
 
 
 def read_position(model: nn.Module) -> int | None:

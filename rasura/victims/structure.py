@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from rasura.core.interfaces import InputError
 from rasura.core.values import Task, Vocabulary
+from rasura.victims.calls import refusing
 from rasura.victims.models import Parts, evaluating, parts
 from rasura.victims.positions import first_inputs, first_position
 
@@ -44,12 +45,8 @@ def verify_parts(model: nn.Module, vocabulary: Vocabulary | None = None, task: T
     kind = type(model).__name__
     ids = _text(model, known, vocabulary)
     watched = _Watched(model, known)
-    try:
-        with evaluating(model), watched:
-            out = model(input_ids=ids, attention_mask=torch.ones_like(ids))
-    except Exception as error:  # whatever a foreign model's code raises
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-        raise InputError(f"{kind} cannot be run on a text of {ids.shape[1]} tokens: {first}") from None
+    with evaluating(model), watched, refusing(model, ids.shape[1]):
+        out = model(input_ids=ids, attention_mask=torch.ones_like(ids))
     logits: Any = getattr(out, "logits", None)
     if other := _another(task, logits, known):
         raise InputError(f"{kind} {other}; expected a classifier with one label a text, or a causal language model")

@@ -139,7 +139,7 @@ def _ids(model: nn.Module, there: Tensor, number: int) -> Tensor:
     config = getattr(model, "config", None)
     try:
         count = token_count(model)
-    except (InputError, NotImplementedError):
+    except InputError:
         # Of tables of unknown use, ids below the smallest are in every one; smaller ones are of types of texts.
         tables = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
         count = min((n for n in tables if n >= 8), default=min(tables, default=0))

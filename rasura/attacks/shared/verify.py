@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import chain
 
 import torch
@@ -66,8 +67,7 @@ def _fitted(
     seen: Observation, tokens: Sequence[Sequence[int]], types: Sequence[Sequence[int]] | None
 ) -> tuple[float, Tensor | None]:
     """The least relative error of ``tokens`` over the labels that can be tried, and the labels that reach it; infinite if
-    the training cannot be repeated, since the order of its mini-batches is hidden, or if a text is longer than the model
-    takes."""
+    the training cannot be repeated, since the order of its mini-batches is hidden, or if the model takes no such texts."""
     most = positions(seen.model)
     if most is not None and any(len(t) > most for t in tokens):
         return math.inf, None
@@ -75,10 +75,11 @@ def _fitted(
         return math.inf, None
     inputs, type_ids = _inputs(seen, tokens, types)
     best: tuple[float, Tensor | None] = (math.inf, None)
-    for labels in labelings(seen, inputs["input_ids"], inputs["attention_mask"], type_ids):
-        error = _error(seen, inputs | {"labels": labels})
-        if error < best[0]:
-            best = error, labels
+    with suppress(ValueError):  # of T5's and BART's classifiers, which take no text without the token for its end
+        for labels in labelings(seen, inputs["input_ids"], inputs["attention_mask"], type_ids):
+            error = _error(seen, inputs | {"labels": labels})
+            if error < best[0]:
+                best = error, labels
     return best
 
 

@@ -27,6 +27,7 @@ from rasura.core.interfaces import AttackFailed, Budget, NotApplicable
 from rasura.core.specs import AttackSpec
 from rasura.core.values import Grant, Observation, Reconstruction
 from rasura.victims.models import is_eager, one_class_each, parts
+from rasura.victims.positions import takes_embeddings
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class Pursuit:
         if not texts:
             raise AttackFailed("no token stands out from the noise")
         residual = None
-        if is_eager(seen.model) and one_class_each(seen.model):
+        if is_eager(seen.model) and one_class_each(seen.model) and takes_embeddings(seen.model):
             texts, residual = Polish(seen, search, "cosine" if signs else "angle", rng)(texts, tried, sweeps)
         proof = prove(observed, texts)
         details = {"signs": signs, "tokens": len(found)}
