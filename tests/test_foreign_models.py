@@ -47,6 +47,9 @@ def config_of(family: str) -> Any:
     }  # fmt: skip
     if family == "canine":
         return transformers.CanineConfig(**common, **width)
+    if family == "longformer":
+        frame = {"bos_token_id": CLS, "eos_token_id": SEP, "sep_token_id": SEP}
+        return transformers.LongformerConfig(**common, **width, **frame, attention_window=[8, 8])
     if family == "nystromformer":  # it takes texts of multiples of its segments alone
         return transformers.NystromformerConfig(**common, **width, segment_means_seq_len=64, num_landmarks=32)
     if family == "flaubert":  # a bug of its own
@@ -74,6 +77,20 @@ def test_a_model_that_breaks_on_a_short_text_is_refused_at_load(family: str, tmp
     with pytest.raises(InputError, match=r"cannot be run on a text of \d+ tokens: ") as said:
         load(folder, "classification")
     assert "\n" not in str(said.value)
+
+
+def test_a_model_that_pads_texts_by_itself_is_refused_with_this_reason(tmp_path: Path) -> None:
+    folder = tokenizer_folder(classifier(config_of("longformer")), tmp_path)
+    with pytest.raises(InputError, match="it pads a text of 10 tokens by itself and looks up 16"):
+        load(folder, "classification")
+
+
+def test_a_decoder_whose_loss_shifts_no_labels_is_refused_with_this_reason(tmp_path: Path) -> None:
+    """A causal text's last token would be taken for one that nothing is predicted from."""
+    model: Any = transformers.AutoModelForCausalLM.from_config(config_of("mbart"), attn_implementation="eager")
+    folder = tokenizer_folder(model.eval(), tmp_path)
+    with pytest.raises(InputError, match="its loss compares the logits at a place with the token there, and not with the"):
+        load(folder, "causal")
 
 
 @pytest.mark.parametrize("size", [1, 2])

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from rasura.core.interfaces import InputError
 from rasura.core.values import Task, Vocabulary
@@ -33,7 +34,8 @@ def verify_parts(model: nn.Module, vocabulary: Vocabulary | None = None, task: T
     - every query, key and value layer runs once per run of its block;
     - the query, key and value layers of a block read the same input, of the width found;
     - the input of block 0 at a position depends only on the token there and on the position;
-    - the logits are the output of the head.
+    - the logits are the output of the head;
+    - a causal loss compares the logits at a place with the next token.
 
     A network without blocks is checked as far as it has parts: model services protect and attack its embedding alone.
     ``check_blocks`` refuses it where updates are attacked.
@@ -46,12 +48,14 @@ def verify_parts(model: nn.Module, vocabulary: Vocabulary | None = None, task: T
     ids = _text(model, known, vocabulary)
     watched = _Watched(model, known)
     with evaluating(model), watched, refusing(model, ids.shape[1]):
-        out = model(input_ids=ids, attention_mask=torch.ones_like(ids))
+        own = {"labels": ids} if task == "causal" else {}
+        out = model(input_ids=ids, attention_mask=torch.ones_like(ids), **own)
     logits: Any = getattr(out, "logits", None)
     if other := _another(task, logits, known):
         raise InputError(f"{kind} {other}; expected a classifier with one label a text, or a causal language model")
     wrong = (
         _embeddings(watched, known, ids)
+        or (task == "causal" and _loss(getattr(out, "loss", None), ids, logits))
         or _attention(watched, known, ids.shape[1])
         or (known.blocks and _first_block(model, watched, known, ids))
         or _head(watched, known, logits)
@@ -140,9 +144,22 @@ def _another(task: Task | None, logits: Any, known: Parts) -> str:
 def _embeddings(watched: _Watched, known: Parts, ids: Tensor) -> str:
     asked = [x for name in watched.embeddings for x in watched.inputs[name]]
     if not any(isinstance(x, Tensor) and x.shape == ids.shape and torch.equal(x, ids) for x in asked):
+        length, tokens = ids.shape[1], [x for x in asked if isinstance(x, Tensor) and x.dim() == 2]
+        if padded := [x.shape[1] for x in tokens if x.shape[1] > length and torch.equal(x[:, :length], ids)]:
+            return f"it pads a text of {length} tokens by itself and looks up {padded[0]}"
         return (
             f"{known.word_embedding} was found as the word embedding, but the model does not look up the text's tokens in it"
         )
+    return ""
+
+
+def _loss(loss: Any, ids: Tensor, logits: Tensor) -> str:
+    """What a causal ``loss`` compares. BART's decoder alone, and those like it, leave it to the caller to shift labels."""
+    if not isinstance(loss, Tensor) or logits.dim() != 3:
+        return ""
+    own, following = functional.cross_entropy(logits[0], ids[0]), functional.cross_entropy(logits[0, :-1], ids[0, 1:])
+    if torch.isclose(loss, own, rtol=SAME) and not torch.isclose(loss, following, rtol=SAME):
+        return "its loss compares the logits at a place with the token there, and not with the next one"
     return ""
 
 
