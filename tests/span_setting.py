@@ -11,15 +11,19 @@ from rasura.core.batches import Batch
 from rasura.core.local import Adapter
 from rasura.core.rng import generator
 from rasura.core.threat import HONEST_SERVER, observe
-from rasura.core.values import Message, Observation, Task
+from rasura.core.values import Message, Observation, Task, Vocabulary
 from rasura.data.text import Example, encode
 from rasura.registry import parse_defense, parse_update
-from rasura.testing.tiny import CAUSAL_VOCABULARY, CLS, SEP, VOCABULARY
+from rasura.testing.tiny import CAUSAL_VOCABULARY, CLS, PAD, SEP, VOCABULARY
 from rasura.victims.adapters import with_fresh_adapter
 from rasura.victims.loading import load
 from rasura.victims.step import step
 
 TEXTS = [[CLS, 40, 3, 41, 9, 3, 42, SEP], [CLS, 50, 51, 4, 52, SEP], [CLS, 3, 60, 61, 62, 4, 60, 9, SEP]]
+
+
+BARE = Vocabulary(VOCABULARY.size, VOCABULARY.decode, VOCABULARY.encode, (), (), PAD, frozenset({PAD}))
+"""A vocabulary without start and end tokens, as SmolLM2's and Qwen's."""
 
 
 def in_later_round(model: nn.Module, task: Task, adapter: Adapter, b: float = 0.02) -> nn.Module:
@@ -41,6 +45,13 @@ def seen_by_server(model: nn.Module, batch: Batch, task: str, keep: str | None =
         return seen
     kept = {n: g for n, g in seen.gradients.items() if keep in n}
     return Observation(Message(kept), seen.task, seen.granted)
+
+
+def seen_of(model: nn.Module, batch: Batch, task: str) -> Observation:
+    """What the honest server sees of one step on ``batch`` with frozen embeddings, where the task is causal."""
+    defense = parse_defense("frozen-embeddings") if task == "causal" else ()
+    truth = step(model, batch, defense, task=task, vocabulary=BARE, rng=generator(0, "step"))  # type: ignore[arg-type]
+    return observe(truth, HONEST_SERVER)
 
 
 def seen_of_minilm(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from span_setting import in_later_round, seen_by_server
+from span_setting import BARE, in_later_round, seen_by_server, seen_of
 from torch import nn
 from transformers import GPTNeoConfig, GPTNeoForCausalLM
 
@@ -16,24 +16,19 @@ from rasura.attacks.updates import best
 from rasura.attacks.updates.span import Span, endings, prefixes
 from rasura.attacks.updates.span import predicted as predictions
 from rasura.attacks.updates.span.attack import dager
-from rasura.attacks.updates.span.chains import chained, explaining
 from rasura.attacks.updates.span.inputs import Inputs
 from rasura.attacks.updates.span.predicted import predicted
-from rasura.core.batches import Batch
 from rasura.core.interfaces import Budget, NotApplicable
 from rasura.core.local import Adapter
 from rasura.core.rng import generator
 from rasura.core.threat import HONEST_SERVER, observe
-from rasura.core.values import UNKNOWN, Grant, Message, Observation, Reconstruction, Vocabulary
+from rasura.core.values import UNKNOWN, Message, Observation, Reconstruction
 from rasura.data.text import Example, encode
-from rasura.registry import parse_defense, parse_update
-from rasura.testing.tiny import CLS, DECODERS, PAD, VOCABULARY, batch_of, tiny
+from rasura.registry import parse_defense
+from rasura.testing.tiny import CLS, DECODERS, VOCABULARY, batch_of, tiny
 from rasura.victims.loading import load
 from rasura.victims.models import parts
 from rasura.victims.step import step
-
-BARE = Vocabulary(VOCABULARY.size, VOCABULARY.decode, VOCABULARY.encode, (), (), PAD, frozenset({PAD}))
-"""A vocabulary without start and end tokens, as SmolLM2's and Qwen's."""
 
 UNSTATED = 10**6
 """A window that no text reaches, stated where the true one goes by another name."""
@@ -104,13 +99,6 @@ def test_a_model_that_keeps_nothing_runs_the_head_with_every_token() -> None:
     found = inputs.following(head, tokens, inputs.parts.blocks)
     for index, x in inputs.deep(whole, torch.ones_like(whole), inputs.parts.blocks).items():
         assert torch.allclose(found[index], x[:, -1], atol=1e-6)
-
-
-def seen_of(model: nn.Module, batch: Batch, task: str) -> Observation:
-    """What the honest server sees of one step on ``batch`` with frozen embeddings, where the task is causal."""
-    defense = parse_defense("frozen-embeddings") if task == "causal" else ()
-    truth = step(model, batch, defense, task=task, vocabulary=BARE, rng=generator(0, "step"))  # type: ignore[arg-type]
-    return observe(truth, HONEST_SERVER)
 
 
 def read(family: str, task: str, rows: list[list[int]]) -> Reconstruction:
@@ -200,38 +188,6 @@ def test_other_layers_stand_in_for_hidden_attention(family: str, keep: str, bloc
         dager()(seen, rng=generator(0), budget=Budget())
 
 
-def test_texts_grow_from_what_is_predicted_alone() -> None:
-    """Without any row space. A run of the first token ends nowhere, and is left out."""
-    rows = [[40, 3, 41, 9, 60, 61], [5, 3, 41, 62, 4], [70, 9, 5, 277]]
-    seen = seen_of(tiny("llama", "causal", hidden=96, words=500), batch_of(rows, "causal"), "causal")
-    tells = predicted(seen, Inputs(seen.model))
-    assert tells is not None
-    found = explaining(seen, chained(tells, [3, 40, 5, 70, 41, 9], 3), 3)
-    assert found is not None and sorted(found) == sorted(map(tuple, rows))
-    assert explaining(seen, chained(tells, [3, 40, 70, 41, 9], 3), 3) is None, "one of the texts begins with another word"
-    twice = [[40, 40, 40, 41, 9, 7]]
-    seen = seen_of(tiny("llama", "causal", hidden=96, words=500), batch_of(twice, "causal"), "causal")
-    tells = predicted(seen, Inputs(seen.model))
-    assert tells is not None and all(tuple(twice[0]) != chain.text for chain in chained(tells, [40, 41], 1))
-
-
-def test_a_text_grows_on_where_a_word_is_hardly_told_from_one_that_is_like_it() -> None:
-    """As numbers are in what a training in 16 bits sends. The word that lies nearest is tried first."""
-    text, model = [40, 3, 41, 9, 60, 61], tiny("llama", "causal", hidden=96, words=500)
-    assert isinstance(model.lm_head, nn.Linear)
-    with torch.no_grad():
-        row = model.lm_head.weight
-        for k in range(9):
-            row[100 + k] = row[9] + 0.001 * 1.6**k * row[9].norm() / 96**0.5 * torch.randn(96, generator=generator(3))
-    seen = seen_of(model, batch_of([text], "causal"), "causal")
-    seen = replace(seen, message=Message({n: g.bfloat16().float() for n, g in seen.gradients.items()}))
-    tells = predicted(seen, Inputs(seen.model))
-    assert tells is not None
-    _, (outside,) = tells.outside(torch.tensor([text[:3]]))
-    assert not tells.clear(outside) and outside.topk(2, largest=False).indices.tolist() == [9, 100]
-    assert explaining(seen, chained(tells, [40], 1), 1) == (tuple(text),)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "protection"), [
     ("smollm2", "frozen-embeddings+frozen-blocks:29"), ("smollm2", "frozen-embeddings+sealing:attn"),
@@ -257,34 +213,6 @@ def test_best_ends_with_a_text_that_differs_from_the_update_by_rounding_alone(la
     assert best._settled(guess, replace(seen, message=rounded), "span") == settled
     assert not best._settled(replace(guess, ordered=False), replace(seen, message=rounded), "span")
     assert best._settled(replace(guess, details={"chained": True}), replace(seen, message=rounded), "span")
-
-
-@pytest.mark.slow
-def test_a_text_with_a_number_comes_back_from_a_training_under_autocast(pretrained: Path) -> None:
-    """The forward pass itself ran in bfloat16. Only a bag of words came back, and the search went on for minutes."""
-    victim = load(pretrained / "smollm2", "causal")
-    coded = victim.tokenizer(["Lena Brandt owes 4,250 euros to her landlord."], return_tensors="pt")
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        victim.model(**coded, labels=coded["input_ids"]).loss.backward()
-    found = {n: p.grad for n, p in victim.model.named_parameters() if p.grad is not None}
-    victim.model.zero_grad()
-    granted = {Grant.MODEL: victim.model, Grant.BASE_MODEL: victim.vocabulary, Grant.MECHANISM: ()}
-    guess = best.Best()(Observation(Message(found), "causal", granted), rng=generator(0), budget=Budget())
-    assert guess.tokens == (tuple(coded["input_ids"][0].tolist()),) and guess.confidence == "matched"
-    assert "joint-pursuit" not in str(guess.details["tried"])
-
-
-@pytest.mark.slow
-def test_a_long_text_of_a_pretrained_decoder_comes_back_through_bfloat16(pretrained: Path) -> None:
-    """Its row spaces are blurred: block 0 names the words alone."""
-    text = "allows us to hope that nolan is poised to embark a major career as a commercial yet inventive filmmaker ."
-    victim = load(pretrained / "smollm2", "causal")
-    batch = encode([Example(text, None, 0)], victim.tokenizer, "causal", max_length=64, num_labels=2)
-    local, wire = parse_update("fedsgd+bf16")
-    protections, rng = (*parse_defense("frozen-embeddings"), *wire), generator(0, "step")
-    truth = step(victim.model, batch, protections, task="causal", vocabulary=victim.vocabulary, rng=rng, local=local)
-    guess = Span()(observe(truth, HONEST_SERVER), rng=generator(0, "attack"), budget=Budget())
-    assert guess.tokens == (tuple(batch.ids(0)),) and guess.details["chained"]
 
 
 def test_the_output_layer_alone_gives_the_text() -> None:
