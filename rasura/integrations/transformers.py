@@ -147,8 +147,8 @@ class PrivateTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
-        """As ``Trainer.training_step``. Raises ``InputError`` for a model that is not under the protection of this
-        Trainer."""
+        """As ``Trainer.training_step``, of the texts of one batch. Raises ``InputError`` for a model that is not under the
+        protection of this Trainer."""
         if self._guard is None or not any(guarded(one) is self._guard for one in model.modules()):
             raise InputError(
                 "the model of this step is not protected by this Trainer, so its gradients would not be private. Train it "

@@ -60,11 +60,11 @@ EXPLAINED = 0.1
 
 @dataclass(frozen=True)
 class Chain:
-    """A prefix: its ``tokens``, the ``shares`` of those that tell, its ``score``, the ``best`` one on the way, and with how
-    many tokens that was."""
+    """A prefix: its ``tokens``, the shares ``outside`` of those that tell, its ``score``, the ``best`` one on the way, and
+    with how many tokens that was."""
 
     tokens: tuple[int, ...]
-    shares: tuple[float, ...] = ()
+    outside: tuple[float, ...] = ()
     score: float = 0.0
     best: float = 0.0
     ends: int = 1
@@ -81,10 +81,10 @@ class Chain:
         """
         tells = min(1.0, (1 - expected) / SURE) if len(self.tokens) > 1 else 0.0
         outside = max(outside, EXACT)
-        most = min(FOLLOWS, TIMES * median(self.shares)) if self.shares else FOLLOWS
+        most = min(FOLLOWS, TIMES * median(self.outside)) if self.outside else FOLLOWS
         score, tokens = self.score + tells * math.log(most / outside) - IDLE, (*self.tokens, token)
         best, ends = (score, len(tokens)) if score >= self.best else (self.best, self.ends)
-        return Chain(tokens, (*self.shares, outside) if tells == 1 else self.shares, score, best, ends)
+        return Chain(tokens, (*self.outside, outside) if tells == 1 else self.outside, score, best, ends)
 
     def adds(self, others: Sequence[tuple[int, ...]]) -> float:
         """What it scored behind the words with which one of ``others`` begins, too."""
