@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from scipy.optimize import linear_sum_assignment
@@ -27,14 +27,26 @@ def into_texts(tokens: Sequence[Token], size: int | None) -> list[tuple[int, ...
     return [_placed([t for t, label in zip(tokens, labels) if label == k]) for k in sorted(set(labels.tolist()))]
 
 
+STARTS = 8
+"""Places whose tokens are taken as the first of each text, one after another: from one start, a token may stay in a text
+whose code is only near its own."""
+
+
 def _assigned(tokens: Sequence[Token], size: int) -> list[tuple[int, ...]]:
     """``size`` texts with at most one token a place: at every place the tokens go to the texts whose codes they fit."""
     by_place: dict[int, list[Token]] = {}
     for t in sorted(tokens, key=lambda t: -t.energy):
         if len(by_place.setdefault(t.place, [])) < size:
             by_place[t.place].append(t)
-    every = [t for here in by_place.values() for t in here]
-    seeds = max(by_place.values(), key=lambda here: (len(here), sum(t.energy for t in here)))[:]
+    fullest = sorted(by_place.values(), key=lambda here: (-len(here), -sum(t.energy for t in here)))
+    starts = [here for here in fullest if len(here) == len(fullest[0])][:STARTS]
+    found = min((_settled(by_place, here, size) for here in starts), key=_spread)
+    return [_placed(text) for text in found if text]
+
+
+def _settled(by_place: Mapping[int, Sequence[Token]], start: Sequence[Token], size: int) -> list[list[Token]]:
+    """The tokens of each of ``size`` texts, of which those in ``start`` are the first."""
+    every, seeds = [t for here in by_place.values() for t in here], list(start)
     while len(seeds) < min(size, len(every)):
         seeds.append(max(every, key=lambda t: min(float((t.code - s.code).norm()) for s in seeds)))
     centres = torch.stack([s.code for s in seeds])
@@ -47,7 +59,12 @@ def _assigned(tokens: Sequence[Token], size: int) -> list[tuple[int, ...]]:
                 texts[k].append(here[i])
         # A token's code is as exact as the token is strong.
         centres = torch.stack([_centre(text) if text else centre for text, centre in zip(texts, centres)])
-    return [_placed(text) for text in texts if text]
+    return texts
+
+
+def _spread(texts: Sequence[Sequence[Token]]) -> float:
+    """How far the codes of tokens are from that of their text, squared, by their energy."""
+    return sum(t.energy * float((t.code - _centre(text)).square().sum()) for text in texts for t in text)
 
 
 def _centre(text: Sequence[Token]) -> Tensor:
