@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from rasura.attacks.updates import best
 from rasura.attacks.updates.span import Span
-from rasura.attacks.updates.span.chains import chained, explaining, first_words
+from rasura.attacks.updates.span.chains import Chain, chained, explaining, first_words
 from rasura.attacks.updates.span.inputs import Inputs
 from rasura.attacks.updates.span.predicted import predicted, run
 from rasura.core.interfaces import Budget
@@ -25,6 +25,7 @@ from rasura.registry import parse_defense, parse_update
 from rasura.testing.tiny import DECODERS, batch_of, tiny
 from rasura.victims.loading import load
 from rasura.victims.models import parts
+from rasura.victims.positions import positions
 from rasura.victims.step import step
 
 
@@ -138,3 +139,21 @@ def test_texts_that_explain_the_update_together_are_taken(size: int | None) -> N
     assert tells is not None
     found = explaining(seen, chained(tells, [40, 5, 9], size or 1), size)
     assert found is not None and sorted(found) == sorted(map(tuple, rows))
+
+
+def test_a_text_that_fills_the_context_ends_there() -> None:
+    model = tiny("gpt2", "causal", hidden=96, words=500)
+    most = positions(model)
+    assert most is not None
+    text = torch.randperm(400, generator=generator(5))[:most].add(5).tolist()
+    seen = seen_of(model, batch_of([text], "causal"), "causal")
+    tells = predicted(seen, Inputs(seen.model))
+    assert tells is not None
+    assert explaining(seen, chained(tells, text[:1], 1), 1) == (tuple(text),)
+
+
+def test_fewer_texts_than_there_are_explain_nothing() -> None:
+    text = [40, 3, 41, 9, 60, 61, 70]
+    seen = seen_of(tiny("gpt2", "causal", hidden=96, words=500), batch_of([text], "causal"), "causal")
+    assert explaining(seen, [Chain(tuple(text), (), 9.0, 9.0, len(text))], 1) == (tuple(text),)
+    assert explaining(seen, [Chain(tuple(text), (), 9.0, 9.0, len(text))], 2) is None

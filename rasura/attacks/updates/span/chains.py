@@ -22,6 +22,7 @@ from rasura.attacks.updates.span.predicted import Predicted, predicted
 from rasura.attacks.updates.span.rows import CHUNK, row_space, visible_gradients
 from rasura.attacks.updates.span.tokens import candidates
 from rasura.core.values import UNKNOWN, Grant, Observation, Parameter, Reconstruction
+from rasura.victims.positions import positions
 
 FOLLOWS = 0.02
 """A next word counts for a text if less than this share of its ``delta`` lies outside the column space, else against it. In
@@ -130,11 +131,12 @@ def chained(tells: Predicted, starts: Sequence[int], size: int) -> list[Chain]:
     """Every way in which a text that grows from ``starts`` may end, the best first; ``size``: how many texts there are."""
     ended: dict[tuple[int, ...], Chain] = {}
     alive = [Chain((t,)) for t in starts]
-    while alive and len(alive[0].tokens) < LONGEST:
+    longest = min(LONGEST, positions(tells.model) or LONGEST)
+    while alive:
         logits, outside = tells.outside(torch.tensor([chain.tokens for chain in alive]))
         following = list[Chain]()
         for chain, expected, shares in zip(alive, logits.softmax(1), outside):
-            longer = list(_longer(chain, expected, shares))
+            longer = list(_longer(chain, expected, shares)) if len(chain.tokens) < longest else []
             following += longer
             if not longer and chain.ends > 2 and chain.best >= ended.get(chain.text, chain).best:
                 ended[chain.text] = chain
@@ -177,4 +179,4 @@ def explaining(seen: Observation, ways: Sequence[Chain], size: int | None) -> tu
             break
         error, text = min(tried)
         texts.append(text)
-    return tuple(texts) if error < EXPLAINED else None
+    return tuple(texts) if error < EXPLAINED and len(texts) == (size or len(texts)) else None
