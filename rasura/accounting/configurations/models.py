@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from rasura.accounting.configurations.kinds import CHANGES
 from rasura.accounting.configurations.scopes import Scopes, last_name
 from rasura.accounting.configurations.sizes import SHAPE, Sizes, of_self
-from rasura.accounting.configurations.unpacked import SEQUENCES, taken_apart
+from rasura.accounting.configurations.unpacked import taken_apart
 
 _FUNCTIONS = (
     "relu", "gelu", "silu", "elu", "leaky_relu", "tanh", "sigmoid", "softplus", "hardtanh", "softmax", "log_softmax",
@@ -44,6 +44,11 @@ _DIMENSIONS = ("1", "2", "3", "-1", "(2, 3)", "[2, 3]", "(1, 2)", "[1, 2]")
 """From the end only the last: the one before it is that of the examples where these have no other."""
 
 _TRANSPOSED = ("T", "mT", "H", "data", "grad")
+_SEQUENCES = (
+    "LSTM", "GRU", "RNN", "MultiheadAttention", "Transformer", "TransformerEncoderLayer", "TransformerDecoderLayer",
+)  # fmt: skip
+"""Layers that take the first dimension for that of time, unless they are told otherwise."""
+
 _BASES = ("Module", "LightningModule")
 _LOADS = ("load", "load_file", "from_pretrained", "load_model", "load_checkpoint")
 _SAVES = ("save", "save_file", "save_pretrained", "save_model", "save_checkpoint")
@@ -61,7 +66,7 @@ def mixed_examples(scopes: Scopes) -> Iterator[tuple[ast.AST, str]]:
             continue
         name, shown = scopes.original(call.func), ast.unparse(call)[:60]
         first = [ast.unparse(one.value) for one in call.keywords if one.arg == "batch_first"]
-        if name.removeprefix("DP") in SEQUENCES and first != ["True"]:
+        if name.removeprefix("DP") in _SEQUENCES and first != ["True"]:
             yield call, f"without batch_first=True, {ast.unparse(call.func)} may run over the examples of a batch"
         if name in _OVER_EXAMPLES and not _dimension(call, 0, _OVER_EXAMPLES[name]):
             yield call, f"{shown} may run over the examples of a batch"

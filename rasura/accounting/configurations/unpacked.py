@@ -8,11 +8,6 @@ from collections.abc import Iterator
 from rasura.accounting.configurations.scopes import Scopes, last_name
 from rasura.accounting.configurations.sizes import SHAPE, Sizes, held
 
-SEQUENCES = (
-    "LSTM", "GRU", "RNN", "MultiheadAttention", "Transformer", "TransformerEncoderLayer", "TransformerDecoderLayer",
-)  # fmt: skip
-"""Layers that take the first dimension for that of time, unless they are told otherwise."""
-
 _PAIRS = ("LSTM", "GRU", "RNN", "MultiheadAttention")
 """Layers of PyTorch that return several tensors."""
 

@@ -48,8 +48,9 @@ OPENINGS = 8
 DROP, BEHIND = 2.0, 8.0
 """How far a score may fall below the best that its prefix had, and below that of one with the same two first words."""
 
-STARTS, LONGEST = 32, 512
-"""Most first tokens that are tried, and most tokens of a text."""
+STARTS, LONGEST, ROOM = 32, 512, 2
+"""Most first tokens that are tried; most tokens of a text, in all and for each dimension of the column space. What grows on
+beyond that repeats itself, and is none."""
 
 TRIED = 4
 """Texts that are tried in each place of the batch. The one with which the update is explained best is taken."""
@@ -131,12 +132,12 @@ def chained(tells: Predicted, starts: Sequence[int], size: int) -> list[Chain]:
     """Every way in which a text that grows from ``starts`` may end, the best first; ``size``: how many texts there are."""
     ended: dict[tuple[int, ...], Chain] = {}
     alive = [Chain((t,)) for t in starts]
-    longest = min(LONGEST, positions(tells.model) or LONGEST)
-    while alive:
+    most, context = min(LONGEST, ROOM * (tells.rank + 1)), positions(tells.model)
+    while alive and len(alive[0].tokens) < most:
         logits, outside = tells.outside(torch.tensor([chain.tokens for chain in alive]))
         following = list[Chain]()
         for chain, expected, shares in zip(alive, logits.softmax(1), outside):
-            longer = list(_longer(chain, expected, shares)) if len(chain.tokens) < longest else []
+            longer = list(_longer(chain, expected, shares)) if len(chain.tokens) != context else []
             following += longer
             if not longer and chain.ends > 2 and chain.best >= ended.get(chain.text, chain).best:
                 ended[chain.text] = chain
@@ -173,8 +174,8 @@ def explaining(seen: Observation, ways: Sequence[Chain], size: int | None) -> tu
     is known. None if they do not."""
     texts, error = list[tuple[int, ...]](), math.inf
     while len(texts) < (size or len(ways)) and (size or error >= EXPLAINED):
-        left = sorted((c for c in ways if c.text not in texts), key=lambda c: -c.adds(texts))[:TRIED]
-        tried = [(check(seen, [*texts, c.text])[0], c.text) for c in left if c.adds(texts) > 0]
+        left = sorted((c for c in ways if c.adds(texts) > 0), key=lambda c: -c.adds(texts))[:TRIED]
+        tried = [(check(seen, [*texts, c.text])[0], c.text) for c in left]
         if not tried or (not size and min(tried)[0] >= error):
             break
         error, text = min(tried)

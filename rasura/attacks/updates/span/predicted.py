@@ -39,16 +39,22 @@ outside that one of these lies; and the most of them."""
 
 
 @dataclass(frozen=True)
+class Head:
+    """The output ``layer`` of a model, with what it read and gave at the last position of each prefix."""
+
+    layer: nn.Module
+    states: Tensor
+    scores: Tensor
+
+
+@dataclass(frozen=True)
 class Ran:
     """Of prefixes: the ``logits`` ``(prefixes, vocabulary)`` of their last position, and the ``output`` of a layer before
-    them. Where the model's ``head`` is known: its input ``states`` and its output ``scores`` at that position, from which
-    alone the logits were computed."""
+    them. With the ``head``, the logits were computed of its ``scores`` alone."""
 
     logits: Tensor
     output: Tensor
-    head: nn.Module | None = None
-    states: Tensor | None = None
-    scores: Tensor | None = None
+    head: Head | None = None
 
     def sides(self, directions: Tensor) -> Tensor:
         """Of each next token, ``<delta, u>`` for the ``directions`` u ``(k, outputs)``: ``(prefixes, vocabulary, k)``.
@@ -60,14 +66,14 @@ class Ran:
         outputs = directions.shape[1]
         steps = torch.zeros(len(directions), *self.output.shape, dtype=self.output.dtype)
         steps.view(len(directions), len(self.logits), -1, outputs)[:, :, -1] = directions.to(steps)[:, None]
-        if self.head is None or self.states is None or self.scores is None:
+        if self.head is None:
             pushed = _pushed(self.logits, self.output, steps)
         else:
-            inner = _pushed(self.states, self.output, steps)
+            inner = _pushed(self.head.states, self.output, steps)
             with torch.no_grad():
                 flat = inner.reshape(-1, inner.shape[-1])
-                through = self.head(flat) - self.head(torch.zeros_like(flat[:1]))
-            pushed = _pushed(self.logits, self.scores, through.view(len(directions), *self.scores.shape))
+                through = self.head.layer(flat) - self.head.layer(torch.zeros_like(flat[:1]))
+            pushed = _pushed(self.logits, self.head.scores, through.view(len(directions), *self.head.scores.shape))
         expected = torch.einsum("pv,kpv->kp", self.logits.detach().softmax(1), pushed)
         return (expected[..., None] - pushed).permute(1, 2, 0)
 
@@ -115,14 +121,14 @@ def run(model: nn.Module, lin: Linear, tokens: Tensor, *, head: Linear | None = 
             handle.remove()
     if head is None or not states or not scores:
         return Ran(logits, outputs[-1])
-    return Ran(logits, outputs[-1], model.get_submodule(head.module), states[-1], scores[-1])
+    return Ran(logits, outputs[-1], Head(model.get_submodule(head.module), states[-1], scores[-1]))
 
 
 class Predicted:
     """Proposes tokens behind prefixes, by the column ``space`` of the gradient of ``lin``."""
 
     def __init__(self, inputs: Inputs, lin: Linear, space: RowSpace) -> None:
-        self.model, self.lin, self.head = inputs.model, lin, inputs.parts.head
+        self.model, self.lin, self.head, self.rank = inputs.model, lin, inputs.parts.head, space.rank
         within = torch.randn(space.rank, DIRECTIONS, dtype=torch.float64, generator=generator(0, "predicted"))
         across = torch.randn(DIRECTIONS, len(space.basis), dtype=torch.float64, generator=generator(1, "predicted"))
         self.directions = torch.cat([space.outside(across), (space.basis @ within).T])
