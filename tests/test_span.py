@@ -13,7 +13,7 @@ from torch import nn
 
 from rasura.attacks.shared.comparing import relative_error
 from rasura.attacks.shared.verify import VERIFIED, check
-from rasura.attacks.updates.span import Span
+from rasura.attacks.updates.span import Span, prefixes
 from rasura.attacks.updates.span.grouping import cluster, dealt, projections
 from rasura.attacks.updates.span.inputs import Inputs
 from rasura.attacks.updates.span.rates import own_rate, searched
@@ -112,6 +112,17 @@ def test_row_spaces_that_accept_nearly_any_text_end_the_attack_as_a_failure() ->
     scan = Scan(blurred[0], inputs, torch.arange(WORDS), 1)
     with pytest.raises(AttackFailed, match="more prefixes than they can hold"):
         Span()._decoder(seen, seen, blurred, inputs, scan)
+
+
+def test_a_search_that_grows_far_more_prefixes_than_a_batch_has_ends_as_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefixes, "MOST_GROWN", 4)  # as it is, a few seconds more
+    model = tiny("llama", "causal", hidden=32)
+    seen, inputs = seen_by_server(model, batch_of(BARE, "causal"), "causal"), Inputs(model)
+    spaces = block_spaces(seen, visible_blocks(seen)[1:])
+    assert Span()._decoder(seen, seen, spaces, inputs, None) is not None
+    blurred = {k: replace(s, noise=torch.full_like(s.noise, 0.1)) for k, s in spaces.items()}
+    with pytest.raises(AttackFailed, match="more prefixes than they can hold"):
+        Span()._decoder(seen, seen, blurred, inputs, None)
 
 
 def test_noise_ends_the_attack_as_a_failure() -> None:

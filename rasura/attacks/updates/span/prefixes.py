@@ -38,6 +38,9 @@ MOST_REPEATED = 16
 """Maximum number of tokens of a text that explain nothing new. A true text has them in one run, at its beginning. In a
 blurred row space they may follow any token, and texts would grow for minutes."""
 
+MOST_GROWN = 16
+"""Most prefixes that are grown, for each dimension of the row space and one more. A batch has one for each; of those that
+were read, the worst took 4.6."""
 
 COMMON = 4096
 """Minimum number of first tokens that are tried before all others: a vocabulary begins with the common ones."""
@@ -100,6 +103,7 @@ class Grower:
         self.standing = row_norms(seen)
         self.predicted = predicted(seen, inputs) if scan is None else None
         self.starts = len(ids)
+        self.grown = 0
         self._bag: dict[int, Tensor] = {}
 
     def allowed(self, position: int) -> Tensor:
@@ -143,6 +147,7 @@ class Grower:
 
     def extensions(self, prefix: Prefix) -> list[Prefix]:
         """All prefixes one token longer that every visible block accepts, best first."""
+        self.grown += 1
         position = len(prefix.tokens)
         allowed = self.proposed(prefix.tokens)
         if position > 0 and self.vocabulary.prefix:  # text holds the start token once
@@ -198,8 +203,8 @@ def grow(
     Needs a visible block above the first. ``scan``: block 0's, where that is visible. ``longest`` bounds the tokens of a
     text that explain something new; ``lengths`` are those of the texts without a last token that has no gradient.
 
-    Raises ``AttackFailed`` if block 0 tells tokens apart as little as the deeper blocks tell prefixes: growing them all
-    would take hours and name nothing.
+    Raises ``AttackFailed`` if block 0 tells tokens apart as little as the deeper blocks tell prefixes, or if ``MOST_GROWN``
+    are grown: growing them all would take hours and name nothing.
     """
     grower = Grower(seen, spaces, inputs, ids, scan)
     if grower.predicted is not None:
@@ -218,8 +223,7 @@ def _texts(grower: Grower, longest: int, batch_size: int | None) -> tuple[list[P
     """The texts that ``grower`` finds, and how many dimensions of its row space they explain."""
     nothing = grower.space.basis[:, :0]
     alive = [Prefix((), (), (), nothing.T, nothing)]
-    done: list[Prefix] = []
-    chosen: list[Prefix] = []
+    done, chosen = list[Prefix](), list[Prefix]()
     explained = 0
     while alive:
         ended, runs = _grown(grower, alive, longest, batch_size)
@@ -234,8 +238,8 @@ def _texts(grower: Grower, longest: int, batch_size: int | None) -> tuple[list[P
 def _grown(grower: Grower, alive: list[Prefix], longest: int, batch_size: int | None) -> tuple[list[Prefix], list[Prefix]]:
     """What grows from ``alive`` by tokens that explain something new: the prefixes that end, and those that can only be
     continued by a token that explains nothing new."""
-    done: list[Prefix] = []
-    runs: list[Prefix] = []
+    done, runs = list[Prefix](), list[Prefix]()
+    most = max(grower.space.rank, 1)
     while alive:
         following: list[Prefix] = []
         accepted, position = 0, len(alive[0].tokens)
@@ -247,16 +251,14 @@ def _grown(grower: Grower, alive: list[Prefix], longest: int, batch_size: int | 
             following += longer
             if not longer and prefix.tokens:
                 done.append(prefix)
-        # A true batch has no more live prefixes than tokens; beyond that the test does not tell tokens apart.
-        most = max(grower.space.rank, 1)
-        if accepted > most and grower.indiscriminate(position):
-            raise AttackFailed(
-                f"the row spaces (rank {most} and less) accept more tokens and more prefixes than they can hold: noise or "
-                "hidden entries blur them"
-            )
+        # A true batch has no more live prefixes than tokens.
+        crowded = accepted > most and grower.indiscriminate(position)
+        if crowded or grower.grown > MOST_GROWN * (most + 1):
+            held = f"the row spaces (rank {most} and less) accept more tokens and more prefixes than they can hold"
+            raise AttackFailed(f"{held}: noise or hidden entries blur them")
         alive = sorted(following, key=lambda p: p.residual)[:most]
         _tell([*alive, *done], batch_size)
-    return done, sorted(runs, key=lambda p: p.residual)[: max(grower.space.rank, 1)]
+    return done, sorted(runs, key=lambda p: p.residual)[:most]
 
 
 def _tell(prefixes: Sequence[Prefix], batch_size: int | None) -> None:
