@@ -32,7 +32,7 @@ from rasura.defenses.von_mises_fisher import summed, summed_by_draws
 from rasura.victims.adapters import with_fresh_adapter
 from rasura.victims.layer_gradients import own_losses
 from rasura.victims.loading import load
-from rasura.victims.per_example import Together
+from rasura.victims.together import Together
 
 WAYS = ("plain", "loop", "opacus", "opacus-ghost", "each", "weighted")
 

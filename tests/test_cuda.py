@@ -29,8 +29,9 @@ from rasura.runs.candidates import inputs_of
 from rasura.testing.tiny import ALL, CAUSAL_VOCABULARY, DECODERS, UNSUPPORTED, VOCABULARY, batch_for, tiny
 from rasura.victims.loading import load
 from rasura.victims.outputs import predictions
-from rasura.victims.per_example import Together, fault
+from rasura.victims.per_example import fault
 from rasura.victims.step import step
+from rasura.victims.together import Together
 from rasura.victims.vision import build
 
 if not torch.cuda.is_available():

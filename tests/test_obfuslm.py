@@ -351,6 +351,7 @@ def test_words_that_the_owner_added_are_hidden_and_split_texts_as_before(kind: s
     tokens = obfuscate_embedding(nn.Embedding(len(own) + 2, 8), PERMUTED, fixed, generator(2)).tokens
     client = rasura.ObfuscatedTokenizer(Key(tokens, *describe(own), "pair", "base"))
     assert len(client) == len(own) and client.get_vocab() == {t: int(tokens[i]) for t, i in own.get_vocab().items()}
+    assert not any(w in f"{client!r} {client}" for w in ("lena", "chlamydia", "Brandt"))
     for text in SENTENCES:
         plain = own(text)["input_ids"]
         sent = tokens[torch.tensor(plain, dtype=torch.long)].tolist()

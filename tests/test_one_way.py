@@ -13,7 +13,8 @@ from transformers.utils import ModelOutput
 from rasura.core.interfaces import InputError
 from rasura.core.rng import generator
 from rasura.testing.tiny import CLS, SEP, batch_of, tiny
-from rasura.victims.per_example import Together, by_owner, fault, in_parts, per_example
+from rasura.victims.per_example import by_owner, fault, in_parts, per_example
+from rasura.victims.together import Together
 from rasura.victims.trial_texts import same, trial_batches
 
 pytest.importorskip("opacus")

@@ -17,10 +17,11 @@ from rasura.core.rng import generator
 from rasura.core.updates import changed
 from rasura.core.values import Gradients
 from rasura.defenses.dropout import dropout
-from rasura.testing.tiny import CLS, FAMILIES, SEP, batch_for, batch_of, tiny
+from rasura.testing.tiny import CLS, FAMILIES, SEP, WORDS, batch_for, batch_of, tiny
 from rasura.victims import per_example as module
-from rasura.victims.per_example import Together, fault, per_example
+from rasura.victims.per_example import fault, per_example
 from rasura.victims.step import defended
+from rasura.victims.together import Together
 
 pytest.importorskip("opacus")
 TASKS = [(family, "classification") for family in (*FAMILIES, "albert", "modernbert")]
@@ -94,6 +95,21 @@ def test_adapters(family: str) -> None:
             if "lora_B" in n:
                 p.normal_(std=0.1, generator=generator(0))
     agree(model.eval().double(), batch_for("classification", 4))
+
+
+def test_words_that_were_added_have_the_gradient_that_they_have_alone() -> None:
+    """PEFT keeps their rows apart, and no layer is called for them. The made-up texts hold none of them."""
+    peft = pytest.importorskip("peft")
+    model = tiny("bert", "classification")
+    model.resize_token_embeddings(WORDS + 2)
+    rows = {"word_embeddings": [WORDS, WORDS + 1]}
+    model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["query"], trainable_token_indices=rows))
+    (name,) = (n for n, p in model.named_parameters() if p.requires_grad and "token" in n)
+    batch = batch_of([[CLS, WORDS, 20, WORDS + 1, SEP], [CLS, 30, WORDS, SEP]], "classification", [0, 1])
+    each = per_example(model, batch.inputs(), 2, mean=dict, told=lambda loss: None).each()
+    for found, alone in zip(each, loop(model, batch), strict=True):
+        assert bool(alone[name].any()) and torch.allclose(found[name], alone[name], atol=1e-6)
+    assert name in str(fault(model, batch.inputs()))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -237,9 +237,9 @@ def _watched(layers: Sequence[tuple[str, nn.Module]], size: int) -> Iterator[tup
 
 def passed_through(
     model: nn.Module, inputs: Mapping[str, Tensor], size: int, run: Callable[..., Any] | None = None
-) -> tuple[list[Passed], Tensor]:
-    """One forward and backward pass: the input and the output gradient of every trainable layer, and the losses
-    ``(batch,)``. ``run`` is called in place of the ``model``, whose layers it goes through."""
+) -> tuple[list[Passed], Tensor, set[nn.Module]]:
+    """One forward and backward pass: the input and the output gradient of every trainable layer, the losses ``(batch,)``,
+    and the layers that were called. ``run`` is called in place of the ``model``, whose layers it goes through."""
     with _watched(checked_layers(model), size) as (seen, spread_out), torch.enable_grad():
         try:
             out = (run or model)(**inputs)
@@ -263,4 +263,4 @@ def passed_through(
         if isinstance(module, nn.Embedding) and module.padding_idx is not None:
             back = back * (taken != module.padding_idx)[..., None]
         found.append(Passed(name, module, taken, back))
-    return found, losses.detach()
+    return found, losses.detach(), {module for _, module, *_ in seen}

@@ -17,99 +17,24 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rasura.core.exact import exact, norm, squared, widened
+from rasura.core.exact import exact, norm, widened
 from rasura.core.interfaces import InputError
 from rasura.core.layers import layers_of
 from rasura.core.rng import WithoutDropout
 from rasura.core.updates import changed, mini_batch
 from rasura.core.values import Gradients, PerExample, Weigh
-from rasura.victims.layer_gradients import NoRule, checked_layers, own_gradients, own_squares, passed_through, summed
+from rasura.victims.layer_gradients import NoRule, checked_layers
 from rasura.victims.padding import check_padding, own_padding, padding_id
+from rasura.victims.together import Together
 from rasura.victims.trial_texts import check_taken, in_float32, left_padded, same, trial_batches
 from rasura.victims.weights import first_line
 
 _verdicts: weakref.WeakKeyDictionary[nn.Module, dict[Any, dict[Any, str | None]]] = weakref.WeakKeyDictionary()
-
-
-class Together:
-    """The texts of one batch after a pass: every gradient, or a weighted sum without them."""
-
-    def __init__(
-        self, model: nn.Module, inputs: Mapping[str, Tensor], size: int, run: Callable[..., Any] | None = None
-    ) -> None:
-        self.size = size
-        self.names: dict[Any, str] = {p: n for n, p in model.named_parameters() if p.requires_grad}
-        self.layers = layers_of(self.names.values())
-        rows = {name: place for place, names in enumerate(self.layers) for name in names}
-        self.places = {p: rows[name] for p, name in self.names.items()}
-        self.passed, self.losses = passed_through(model, inputs, size, run)
-        self.uses: dict[Any, int] = {}
-        for one in self.passed:
-            for p in one.layer.parameters(recurse=False):
-                self.uses[p] = self.uses.get(p, 0) + 1
-
-    def row(self, k: int, only: set[Any] | None = None) -> dict[Any, Tensor]:
-        """The gradient of text ``k``, by parameter."""
-        out: dict[Any, Tensor] = {}
-        with self._exact():
-            for one in self.passed:
-                if only is not None and not any(p in only for p in one.layer.parameters(recurse=False)):
-                    continue
-                for p, g in own_gradients(one, one.taken[k : k + 1], one.back[k : k + 1]).items():
-                    if p.requires_grad and (only is None or p in only):
-                        out[p] = out[p] + g[0] if p in out else g[0]
-        return out
-
-    def each(self) -> Iterator[Gradients]:
-        """The gradient of every text, one at a time in memory."""
-        for k in range(self.size):
-            yield self._named(self.row(k))
-
-    def norms(self, by_layer: bool = False) -> Tensor:
-        """The norm of every text's gradient, ``(batch,)`` float64; ``by_layer``: of its part of each layer,
-        ``(layers, batch)``."""
-        total = torch.zeros(len(self.layers), self.size, dtype=torch.float64, device=self.losses.device)
-        shared = {p for p, count in self.uses.items() if count > 1 and p.requires_grad}
-        with self._exact():
-            for one in self.passed:
-                for p, squares in own_squares(one).items():
-                    if p.requires_grad and p not in shared:
-                        total[self.places[p]] += squares
-        if shared:
-            # The parts of a shared weight are not orthogonal, so their sum is needed.
-            for k in range(self.size):
-                for p, g in self.row(k, shared).items():
-                    total[self.places[p], k] += squared(g)
-        return total.sqrt() if by_layer else total.sum(0).sqrt()
-
-    def weighted(self, weigh: Weigh, by_layer: bool = False) -> Gradients:
-        """The sum of all gradients, each weighted by ``weigh`` of its norm; ``by_layer``: its part of each layer by that
-        part's."""
-        weights = weigh(self.norms(by_layer))
-        out: dict[Any, Tensor] = {}
-        with self._exact():
-            for one in self.passed:
-                own = one.layer.parameters(recurse=False)
-                places = {self.places[p] for p in own if p.requires_grad} if by_layer else {-1}
-                for place in sorted(places):
-                    for p, g in summed(one, weights[place] if by_layer else weights).items():
-                        if p.requires_grad and place in (-1, self.places[p]):
-                            out[p] = out[p] + g if p in out else g
-        return self._named(out)
-
-    def _exact(self) -> AbstractContextManager[None]:
-        # A norm and a sum of rounded products bound nothing: one text more would move the sum by more than a clip.
-        return exact(self.losses.device.type)
-
-    def _named(self, found: Mapping[Any, Tensor]) -> Gradients:
-        # In the order of the model's parameters, on the CPU, in their type but never in half precision.
-        return {n: found[p].to(widened(p).dtype).detach().cpu() for p, n in self.names.items() if p in found}
 
 
 def fault(model: nn.Module, inputs: Mapping[str, Tensor]) -> str | None:
@@ -137,18 +62,24 @@ def fault(model: nn.Module, inputs: Mapping[str, Tensor]) -> str | None:
 
 
 def _tried(model: nn.Module, inputs: Mapping[str, Tensor]) -> str | None:
-    """Where the gradient of a made-up text differs from what it is alone."""
+    """Where the gradient of a made-up text differs from what it is alone, or which parameter was not tried."""
     run, trained = in_float32(model)
+    left = dict.fromkeys(trained)
     try:
         for made, size in trial_batches(model, run, inputs):
-            why = _compared(Together(model, made, size, run), made, run, trained)
+            together = Together(model, made, size, run)
+            why = _compared(together, made, run, trained)
             if why is not None:
                 return why
+            for name in together.called:
+                left.pop(name, None)
     except (InputError, NoRule):
         raise
     except Exception as error:
         check_taken(run, inputs)
         return f"the model takes no made-up texts, on which the layers are checked ({first_line(error)})"
+    for name in left:  # real texts may use it, as words that were added, whose gradient would be zeros
+        return f"no made-up text calls a layer with {name}, so its gradient is not checked; freeze it if no text uses it"
     return None
 
 

@@ -42,6 +42,9 @@ class ObfuscatedTokenizer(PreTrainedTokenizerFast):  # type: ignore[misc]  # tra
         super().__init__(**known.options)
         self._fillers = super().__len__() - len(self.get_vocab())
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({len(self)} tokens; the vocabulary is the key and is not shown)"
+
     def __len__(self) -> int:
         return int(super().__len__()) - self._fillers
 
