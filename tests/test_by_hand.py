@@ -51,6 +51,23 @@ def test_derivatives_by_hand_equal_autograds(family: str, whole: bool) -> None:
         assert float((a - b).norm() / b.norm()) < 1e-12
 
 
+@pytest.mark.parametrize("texts", [1, 2])
+def test_slopes_by_biases_alone_are_autograds(texts: int) -> None:
+    """A weight whose signal is below the noise counts nothing, and a bias gives one slope to all tokens of a text. So
+    autograd hands on a tensor whose entries share their memory, which cannot be written."""
+    model = _shaken(tiny("bert", "classification", hidden=16))
+    names = [n for n, _ in model.named_parameters() if ".layer." in n or n.startswith("classifier")]
+    (bias,) = (n for n in names if "layer.0" in n and n.endswith("query.bias"))
+    e = torch.randn(1, texts, 6, 16, generator=generator(7), dtype=torch.double).requires_grad_(True)
+    slopes = []
+    for by_hand in (True, False):
+        factoriser = Factoriser(model, names)
+        factoriser.encoder = factoriser.encoder if by_hand else None
+        found = factoriser(e, MASK[:texts], lambda z: z.square().sum((1, 2)), graph=True)
+        slopes += torch.autograd.grad(found[bias].explicit().sum(), e)
+    assert float((slopes[0] - slopes[1]).norm() / slopes[1].norm()) < 1e-12
+
+
 def test_by_hand_is_left_where_a_model_works_otherwise_or_drops() -> None:
     every = {family: tiny(family, "classification", hidden=16) for family in ("bert", "gpt2", "electra", "mpnet")}
     known = {family: Factoriser(m, [n for n, _ in m.named_parameters()]).encoder for family, m in every.items()}

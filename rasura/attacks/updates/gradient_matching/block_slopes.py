@@ -151,7 +151,7 @@ class BlockRun:
         if a is not None:
             read = self._at_read(a)
             aq, akv, au = aq + read @ w.query.weight.T, akv.addmm_(a, w.key_value.weight.T), au + read
-        aq, (ak, av) = self._heads(aq)[0].mul_(s), self._heads(akv, 2)
+        aq, (ak, av) = self._heads(aq)[0] * s, self._heads(akv, 2)  # aq may be a view of by.query, which autograd gave
         ak.mul_(s)
         a_ds = torch.baddbmm(torch.bmm(aq, self.k.mT), self.q, ak.mT)
         self.by_k, self.by_q = torch.bmm(self.ds.mT, aq), torch.bmm(self.ds, ak)
