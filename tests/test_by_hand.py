@@ -59,7 +59,7 @@ def test_slopes_by_biases_alone_are_autograds(texts: int) -> None:
     names = [n for n, _ in model.named_parameters() if ".layer." in n or n.startswith("classifier")]
     (bias,) = (n for n in names if "layer.0" in n and n.endswith("query.bias"))
     e = torch.randn(1, texts, 6, 16, generator=generator(7), dtype=torch.double).requires_grad_(True)
-    slopes = []
+    slopes: list[torch.Tensor] = []
     for by_hand in (True, False):
         factoriser = Factoriser(model, names)
         factoriser.encoder = factoriser.encoder if by_hand else None
