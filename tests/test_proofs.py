@@ -12,8 +12,9 @@ import torch
 from confidence_setting import TEXT, only, seen_of
 
 import rasura
+from rasura.attacks.shared.comparing import apart, told
 from rasura.attacks.shared.decoys import decoys, free_places, weakest
-from rasura.attacks.shared.verify import apart, check, entries, prove, prove_rows, told, verified
+from rasura.attacks.shared.verify import check, entries, prove, prove_rows, verified
 from rasura.attacks.updates.best import _settled
 from rasura.attacks.updates.embedding_rows import EmbeddingRows, Rows, told_apart
 from rasura.attacks.updates.gradient_matching.presets import dlg, tag

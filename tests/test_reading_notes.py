@@ -188,9 +188,9 @@ def test_fewer_texts_than_the_batch_are_told(tmp_path: Path) -> None:
     assert found.texts == (TEXT,) and found.notes == (fewer,)
     assert read_update(path, twice, ReadRequest(attack="span", batch_size=1)).notes == ()
     unproven = Reconstruction(((1, 40, 3, 2),), "matched")
-    assert notes(unproven, twice, ReadRequest(batch_size=3)) == (
-        "1 of 3 texts; equal texts are named once, and others may be missing",
-    )
+    for request in (ReadRequest(batch_size=3), ReadRequest(lengths=(4, 5, 6))):
+        said = "1 of 3 texts; equal texts are named once, and others may be missing"
+        assert notes(unproven, twice, request) == (said,)
     # The update of a text beside one of a single token is that of the text alone: it proves no second copy of it.
     mask = torch.ones_like(inputs["input_ids"])
     mask[1, 1:] = 0

@@ -14,19 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from rasura.attacks.shared import verify
-from rasura.attacks.shared.comparing import cosine, relative_error
+from rasura.attacks.shared.comparing import apart, cosine, relative_error, told
 from rasura.attacks.shared.decoys import decoys, of_other_lengths, weakest
 from rasura.attacks.shared.labelings import labelings, may_be_turned, pad, turned
-from rasura.attacks.shared.verify import (
-    apart,
-    check,
-    entries,
-    in_span,
-    prove,
-    prove_rows,
-    told,
-    verified,
-)
+from rasura.attacks.shared.verify import check, entries, in_span, prove, prove_rows, verified
 from rasura.attacks.updates.gradient_matching.presets import dlg
 from rasura.core.interfaces import AttackFailed, Budget, NotApplicable
 from rasura.core.local import FEDSGD, Local
@@ -492,18 +483,51 @@ def test_a_batch_whose_texts_all_turn_around_tells_no_labels() -> None:
 
 @pytest.mark.parametrize("labels", [[1, 1], [0, 0], [0, 1]])
 @pytest.mark.parametrize("sign", [0.01, -0.01])
-def test_of_copies_of_one_text_a_file_tells_no_labels_but_by_its_size(labels: list[int], sign: float) -> None:
+def test_copies_of_one_text_alone_are_proven_to_be_one(labels: list[int], sign: float) -> None:
     """Their labels add up to one number that scales the gradient of the text, and a file has any scale."""
     seen = seen_of(tiny("bert", "classification", num_labels=2), [TEXT, TEXT], labels)
     some = prove(of_a_file(seen, sign), [TEXT, TEXT])
-    assert some is None or some.labels is None
+    assert some is None or (some.tokens, some.labels) == ((tuple(TEXT),), None)
     message = replace(of_a_file(seen).message, sign="stated")
     whole = prove(replace(seen, message=message), [TEXT, TEXT])
-    assert whole is not None and whole.labels == tuple(labels)
+    assert whole is not None and whole.tokens == (tuple(TEXT),)
+    assert whole.labels == ((labels[0],) if labels[0] == labels[1] else None)
     clipped = replace(seen, message=replace(of_a_file(seen, sign).message, sign="stated"))
     clipped = replace(clipped, granted={**seen.granted, Grant.MECHANISM: (Gaussian(sigma=0.0, clip=1.0),)})
     some = prove(clipped, [TEXT, TEXT])
     assert some is None or some.labels is None
+
+
+def test_a_text_that_is_not_proven_is_not_proven_by_a_copy() -> None:
+    """Copies of opposite labels leave next to nothing: of A, A and B, the guess B was not proven, and B twice was."""
+    model, other = tiny("bert", "classification", num_labels=2), MORE[1]
+    with torch.no_grad():  # their weight is .0002 of that of B
+        ids = torch.tensor([TEXT])
+        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0]
+        model.get_parameter("classifier.bias")[1] += float(logits[0] - logits[1]) + 0.016
+    seen = seen_of(model, [TEXT, TEXT, other], [0, 1, 0])
+    without = replace(seen, granted={g: v for g, v in seen.granted.items() if g not in (Grant.LABELS, Grant.BATCH_SIZE)})
+    assert 1e-5 < check(without, [other])[0] < verify.VERIFIED and prove(without, [other]) is None
+    assert check(without, [other, other])[0] < verify.VERIFIED and prove(without, [other, other]) is None
+    whole = prove(without, [TEXT, TEXT, other])
+    assert whole is None or whole.tokens == (tuple(TEXT), tuple(TEXT), tuple(other))
+
+
+@pytest.mark.parametrize("labels", [(0, 1), (1, 1, 1)])
+def test_stated_labels_prove_no_copies(labels: tuple[int, ...]) -> None:
+    seen = seen_of(tiny("bert", "classification", num_labels=2), [TEXT], [1])
+    stated = {**seen.granted, Grant.LABELS: torch.tensor(labels), Grant.BATCH_SIZE: len(labels)}
+    claimed = replace(seen, granted=stated, claimed=frozenset({Grant.LABELS, Grant.BATCH_SIZE}))
+    proof = prove(claimed, [TEXT] * len(labels))
+    assert proof is not None and (proof.tokens, proof.labels) == ((tuple(TEXT),), (1,))
+
+
+def test_copies_that_change_the_weight_of_the_others_are_proven() -> None:
+    seen = seen_of(tiny("bert", "classification"), [TEXT, TEXT, SHORT], [0, 0, 1])
+    proof = prove(seen, [TEXT, TEXT, SHORT])
+    assert proof is not None and proof.tokens == (tuple(TEXT), tuple(TEXT), tuple(SHORT))
+    guess = in_span((tuple(TEXT[:-1]), tuple(TEXT), tuple(SHORT), tuple(SHORT)), seen, believed=True)
+    assert guess.tokens == (tuple(TEXT), tuple(SHORT)), "none of them reads like another"
 
 
 @pytest.mark.parametrize("rows", [[TEXT], [TEXT, SHORT]])

@@ -17,7 +17,7 @@ OUTSIDE = (
 
 def notes(guess: Reconstruction, victim: Victim, request: ReadRequest) -> tuple[str, ...]:
     """What the texts of ``guess`` do not show, one line each, and what it has otherwise than the ``request`` states."""
-    words, texts, batch_size = victim.vocabulary, len(guess.tokens), request.batch_size
+    words, texts, batch_size = victim.vocabulary, len(guess.tokens), request.size
     together = not guess.ordered and len(set(guess.tokens)) == 1
     guess, out = _once(guess, request.size)
     out += [OUTSIDE] if guess.details.get("outside") else []

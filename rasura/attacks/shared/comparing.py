@@ -12,6 +12,15 @@ CHUNK, SHORT, SMALL = 2**20, 2**10, 2**14
 """Entries that are compared at once; those of them that are added up in the entries' own precision; and the most of a tensor
 that is compared in float64 as a whole, which is faster there."""
 
+MARGIN = 10.0
+"""Every decoy's error must be at least this many times the error of the guess."""
+
+PRECISION = 1e-6
+"""Errors below this, the precision of float32, count as this value."""
+
+CHANCE = 1e-6
+"""Expected number of texts that may fit as well by chance, over all texts of these lengths."""
+
 
 def _shown(
     guess: Mapping[str, Tensor], observed: Mapping[str, Tensor], visible: Mapping[str, Tensor] | None
@@ -83,3 +92,20 @@ def _missed(a: Tensor, b: Tensor, scale: float) -> float:
 def _total(x: Tensor) -> float:
     whole = len(x) // SHORT * SHORT
     return float(x[:whole].view(-1, SHORT).sum(1).double().sum() + x[whole:].double().sum())
+
+
+def apart(error: float, min_decoy: float) -> bool:
+    """Whether a guess with the error ``error`` is distinguished from decoys with errors of ``min_decoy`` or more."""
+    return min_decoy > MARGIN * max(error, PRECISION)
+
+
+def told(shown: int, error: float, min_decoy: float, free: int, choices: int) -> bool:
+    """Whether ``shown`` numbers tell a guess of ``error`` from all texts of ``free`` places with ``choices`` words each.
+
+    Texts lie about ``min_decoy`` apart, so the chance that a text fits as well as the guess is
+    ``(error / min_decoy) ** (shown - 1)``: one number is lost to the scale. Over all texts fewer than ``CHANCE`` may.
+    """
+    if not 0 <= error < min_decoy < math.inf or shown < 2:
+        return False
+    alone = (shown - 1) * math.log(min_decoy / max(error, PRECISION))
+    return alone > free * math.log(max(choices, 2)) - math.log(CHANCE)

@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from torch import Generator, Tensor
 
+from rasura.attacks.shared.copies import rows_of
 from rasura.attacks.shared.dummies import ordinary_ids
 from rasura.attacks.shared.twins import Texts, nearest, twins
 from rasura.core.rng import generator
@@ -36,12 +37,19 @@ def decoys(
     Of every text: each word that has twins replaced by each of them (``twins``). For each of the ``weakest`` texts: the word
     that weighs least replaced by the word nearest to it, a token by a random word, its two least influential neighbours
     exchanged, a token exchanged with the next text's at its place. Last, the nearest words everywhere, and random ones.
-    A word weighs by its gradient and by how far the nearest other word is from it.
+    A word weighs by its gradient and by how far the nearest other word is from it. Of a text that stands several times, one
+    copy is changed, and all of them: copies of different labels may cancel out nearly whole.
     ``inputs``: the guess as keyword arguments of the model. A text without a free place yields none.
     """
+    equal = {row: rows for rows in rows_of(tokens).values() for row in rows}
+
+    def changed_in(row: int, new: dict[int, int]) -> Iterator[Texts]:
+        for rows in [[row], equal[row]][: len(equal[row])]:
+            yield with_words(tokens, {(one, n): word for one in rows for n, word in new.items()})
+
     for (row, n), words in twins(seen, tokens).items():
         for word in words:
-            yield with_words(tokens, {(row, n): word})
+            yield from changed_in(row, {n: word})
     model, vocabulary = seen.model, seen.vocabulary
     places, ordinary = free_places(tokens, vocabulary), ordinary_ids(vocabulary)
     name = parts(model).word_embedding
@@ -63,13 +71,13 @@ def decoys(
         if not places[row]:
             continue
         least = min(places[row], key=lambda n: weight[text[n]])
-        yield with_words(tokens, {(row, least): beside[text[least]]})
+        yield from changed_in(row, {least: beside[text[least]]})
         place = places[row][int(torch.randint(len(places[row]), (), generator=rng))]
-        yield with_words(tokens, {(row, place): other(text[place])})
+        yield from changed_in(row, {place: other(text[place])})
         pairs = [(a, b) for a, b in zip(places[row], places[row][1:]) if text[a] != text[b]]
         if pairs:
             a, b = min(pairs, key=lambda pair: float(influence[text[pair[0]]] + influence[text[pair[1]]]))
-            yield with_words(tokens, {(row, a): text[b], (row, b): text[a]})
+            yield from changed_in(row, {a: text[b], b: text[a]})
         after = (row + 1) % len(tokens)
         shared = [n for n in places[row] if n in places[after] and text[n] != tokens[after][n]]
         if shared:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from rasura.attacks.shared.comparing import apart
 from rasura.attacks.shared.decoys import lengths_known, longer, with_one_more
 from rasura.attacks.shared.twins import Texts
-from rasura.attacks.shared.verify import VERIFIED, apart, check
+from rasura.attacks.shared.verify import VERIFIED, check
 from rasura.core.values import UNKNOWN, Observation, Parameter, Reconstruction
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import combinations
 
+from rasura.attacks.shared.comparing import PRECISION
 from rasura.attacks.shared.decoys import with_words
 from rasura.attacks.shared.twins import Texts, twins
-from rasura.attacks.shared.verify import PRECISION, check
+from rasura.attacks.shared.verify import check
 from rasura.core.values import Observation
 
 TRIED = 128

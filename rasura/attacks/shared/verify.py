@@ -15,7 +15,8 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from rasura.attacks.shared.comparing import relative_error, scale
+from rasura.attacks.shared.comparing import apart, relative_error, scale, told
+from rasura.attacks.shared.copies import named_once, one_fewer, read_once, without_stated_labels
 from rasura.attacks.shared.decoys import decoys, free_places, of_other_lengths, weakest
 from rasura.attacks.shared.dummies import ordinary_ids
 from rasura.attacks.shared.labelings import labelings, may_be_turned, pad, targets, turned
@@ -35,15 +36,6 @@ in a text was never seen below 1e-2 on trained models, 5e-3 on tiny random ones.
 
 ROWS_VERIFIED = 1e-4
 """Largest relative error with which place rows add up to a word's row: float32 leaves 1e-7 to 1e-6."""
-
-MARGIN = 10.0
-"""Every decoy's error must be at least this many times the error of the guess."""
-
-PRECISION = 1e-6
-"""Errors below this, the precision of float32, count as this value."""
-
-CHANCE = 1e-6
-"""Expected number of texts that may fit as well by chance, over all texts of these lengths."""
 
 SMOOTHED = 0.25
 """A text of two classes whose label has a lower probability may have the other one under label smoothing of up to a half."""
@@ -152,36 +144,23 @@ def entries(seen: Observation) -> int:
     return shown
 
 
-def apart(error: float, min_decoy: float) -> bool:
-    """Whether a guess with the error ``error`` is distinguished from decoys with errors of ``min_decoy`` or more."""
-    return min_decoy > MARGIN * max(error, PRECISION)
-
-
-def told(shown: int, error: float, min_decoy: float, free: int, choices: int) -> bool:
-    """Whether ``shown`` numbers tell a guess of ``error`` from all texts of ``free`` places with ``choices`` words each.
-
-    Texts lie about ``min_decoy`` apart, so the chance that a text fits as well as the guess is
-    ``(error / min_decoy) ** (shown - 1)``: one number is lost to the scale. Over all texts fewer than ``CHANCE`` may.
-    """
-    if not 0 <= error < min_decoy < math.inf or shown < 2:
-        return False
-    alone = (shown - 1) * math.log(min_decoy / max(error, PRECISION))
-    return alone > free * math.log(max(choices, 2)) - math.log(CHANCE)
-
-
 def prove(seen: Observation, tokens: Sequence[Sequence[int]], types: Sequence[Sequence[int]] | None = None) -> Proof | None:
     """The proof ``gradient`` of ``tokens``; None where the update does not prove them.
 
     Their recomputed update must be within ``VERIFIED`` of the observed one, that of every decoy must miss it by ``MARGIN``
     times as much (the last tensors of a large one may show that), and the visible entries must be too many for a chance fit.
     None under active dropout, since nothing can be recomputed there, and for a text of special tokens alone, which has no
-    decoys. It holds no labels where the update does not tell them, since its sign is not known, or only stated while its
+    decoys. Copies of a text are proven only where the update tells how many there are; else the proof names it once, or is
+    none. It holds no labels where the update does not tell them, since its sign is not known, or only stated while its
     size differs (``Message.sign``).
     """
-    error, labels = _fitted(seen, tokens, types)
-    if not error < VERIFIED or labels is None:
-        return None
     guess: Texts = tuple(tuple(int(t) for t in text) for text in tokens)
+    fewer, bare = one_fewer(guess, types), without_stated_labels(seen)
+    if fewer and (proof := prove(bare, *named_once(guess, types))) is not None:
+        return proof
+    error, labels = _fitted(seen, guess, types)
+    if not error < VERIFIED or labels is None or not all(apart(error, _fitted(bare, *one)[0]) for one in fewer):
+        return None
     free = free_places(guess, seen.vocabulary)
     if not all(free):
         return None
@@ -209,8 +188,8 @@ def _signed(seen: Observation, inputs: Mapping[str, Tensor], logits: Tensor, lab
     """Whether the update tells ``labels``: its sign is known, or they are, or no other labels fit it turned around.
 
     A sign that is only stated is believed where the update has the size that ``labels`` give, which no label smoothing
-    leaves, or was clipped. With two classes, the size alone tells the labels of copies of one text, since each scales its
-    gradient, and labels that the model finds unlikely (``SMOOTHED``).
+    leaves, or was clipped. With two classes, the size alone tells the labels of one text, of which there may be copies:
+    each scales its gradient. It alone tells labels that the model finds unlikely, too (``SMOOTHED``).
     """
     sign = seen.message.sign
     if sign == "known" or Grant.LABELS in seen or seen.task == "causal":
@@ -220,7 +199,8 @@ def _signed(seen: Observation, inputs: Mapping[str, Tensor], logits: Tensor, lab
         guess, _ = changed(seen.model, {**inputs, "labels": labels}, list(seen.gradients), update)
         clipped = Grant.MECHANISM in seen and any(math.isfinite(typed(m).largest_norm) for m in seen.mechanism)
         ids, probabilities = inputs["input_ids"], logits.softmax(-1).gather(-1, labels[:, None])
-        copies, unlikely = len(ids) > 1 and bool((ids == ids[0]).all()), bool((probabilities < SMOOTHED).any())
+        single = Grant.BATCH_SIZE in seen and Grant.BATCH_SIZE not in seen.claimed and seen.batch_size == 1
+        copies, unlikely = not single and bool((ids == ids[0]).all()), bool((probabilities < SMOOTHED).any())
         by_size_alone = logits.shape[-1] == 2 and (copies or unlikely)
         if (clipped and not by_size_alone) or abs(scale(guess, seen.gradients, seen.visible) - 1) < VERIFIED:
             return True
@@ -269,10 +249,11 @@ def in_span(
 ) -> Reconstruction:
     """``span`` for ``tokens`` that were ``believed`` by the attack's null (``span.null``), else ``matched``.
 
-    ``span`` leaves the places open of words that have twins (``attacks.shared.twins``); ``details`` says how many, as
-    ``twins``, and as ``beginnings`` that the texts are ``open_ended``. Raises ``AttackFailed`` where no text holds a word:
-    special tokens are in every update.
+    A text in order is named once: nothing tells how many copies of it there are. ``span`` leaves the places open of words
+    that have twins (``attacks.shared.twins``); ``details`` says how many, as ``twins``, and as ``beginnings`` that the texts
+    are ``open_ended``. Raises ``AttackFailed`` where no text holds a word: special tokens are in every update.
     """
+    tokens = read_once(tokens, seen.vocabulary.special_ids) if ordered else tokens
     if not _worded_at_all(tokens, seen):
         raise AttackFailed("only special tokens were found, which every text contains")
     details = dict(details or {})

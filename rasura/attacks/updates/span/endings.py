@@ -13,7 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from rasura.attacks.shared.verify import PRECISION, VERIFIED, check
+from rasura.attacks.shared.comparing import PRECISION
+from rasura.attacks.shared.verify import VERIFIED, check
 from rasura.attacks.updates.span.inputs import Inputs
 from rasura.attacks.updates.span.predicted import run
 from rasura.attacks.updates.span.rows import visible_gradients
