@@ -1,5 +1,5 @@
-"""Equal texts of a guess. With the right labels, copies add hardly anything to an update, so any text may seem to stand
-twice; and those that a batch does hold may cancel out nearly whole."""
+"""Equal texts of a guess. With the right labels, copies add hardly anything to an update, so a guess may hold
+one too many; and those that a batch does hold may cancel out nearly whole."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def named_once(tokens: Texts, types: Types | None) -> Batch:
 
 
 def one_fewer(tokens: Texts, types: Types | None) -> list[Batch]:
-    """For each text that stands in ``tokens`` more than once, the batch without one of its copies."""
+    """For each text that ``tokens`` hold more than once, the batch without one of its copies."""
     last = [max(same) for same in rows_of(tokens, types).values() if len(same) > 1]
     return [_chosen(tokens, types, [row for row in range(len(tokens)) if row != left]) for left in last]
 

@@ -37,8 +37,8 @@ def decoys(
     Of every text: each word that has twins replaced by each of them (``twins``). For each of the ``weakest`` texts: the word
     that weighs least replaced by the word nearest to it, a token by a random word, its two least influential neighbours
     exchanged, a token exchanged with the next text's at its place. Last, the nearest words everywhere, and random ones.
-    A word weighs by its gradient and by how far the nearest other word is from it. Of a text that stands several times, one
-    copy is changed, and all of them: copies of different labels may cancel out nearly whole.
+    A word weighs by its gradient and by how far the nearest other word is from it. Of several copies of a text, one is
+    changed, and all of them are: copies of different labels may cancel out nearly whole.
     ``inputs``: the guess as keyword arguments of the model. A text without a free place yields none.
     """
     equal = {row: rows for rows in rows_of(tokens).values() for row in rows}
