@@ -522,6 +522,16 @@ def test_stated_labels_prove_no_copies(labels: tuple[int, ...]) -> None:
     assert proof is not None and (proof.tokens, proof.labels) == ((tuple(TEXT),), (1,))
 
 
+@pytest.mark.parametrize("sign", ["unknown", "stated"])
+def test_a_wrong_label_that_is_stated_is_not_proven(sign: Literal["unknown", "stated"]) -> None:
+    """A change of weights is the gradient turned around: that of the other class."""
+    seen = of_a_file(seen_of(tiny("bert", "classification", num_labels=2), [TEXT], [1]), -0.01)
+    stated = {**seen.granted, Grant.LABELS: torch.tensor([0])}
+    message = replace(seen.message, sign=sign)
+    proof = prove(replace(seen, message=message, granted=stated, claimed=frozenset({Grant.LABELS})), [TEXT])
+    assert proof is not None and proof.labels is None
+
+
 def test_copies_that_change_the_weight_of_the_others_are_proven() -> None:
     seen = seen_of(tiny("bert", "classification"), [TEXT, TEXT, SHORT], [0, 0, 1])
     proof = prove(seen, [TEXT, TEXT, SHORT])

@@ -192,7 +192,7 @@ def _signed(seen: Observation, inputs: Mapping[str, Tensor], logits: Tensor, lab
     each scales its gradient. It alone tells labels that the model finds unlikely, too (``SMOOTHED``).
     """
     sign = seen.message.sign
-    if sign == "known" or Grant.LABELS in seen or seen.task == "causal":
+    if sign == "known" or (Grant.LABELS in seen and Grant.LABELS not in seen.claimed) or seen.task == "causal":
         return True
     update = announced_update(seen)
     if sign == "stated":
