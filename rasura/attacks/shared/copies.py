@@ -46,6 +46,11 @@ def rows_of(tokens: Texts, types: Types | None = None) -> dict[tuple[tuple[int, 
     return out
 
 
+def known(seen: Observation, grant: Grant) -> bool:
+    """Whether ``grant`` is granted, and not only stated."""
+    return grant in seen and grant not in seen.claimed
+
+
 def without_stated_labels(seen: Observation) -> Observation:
     """``seen`` without labels that are only stated: they would say how many texts there are."""
     if Grant.LABELS not in seen.claimed:

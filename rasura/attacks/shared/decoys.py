@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Generator, Tensor
 
-from rasura.attacks.shared.copies import rows_of
+from rasura.attacks.shared.copies import Types, known, rows_of
 from rasura.attacks.shared.dummies import ordinary_ids
 from rasura.attacks.shared.twins import Texts, nearest, twins
 from rasura.core.rng import generator
@@ -17,7 +17,6 @@ from rasura.core.values import Grant, Observation, Vocabulary
 from rasura.victims.models import parts
 from rasura.victims.positions import positions
 
-Types = Sequence[Sequence[int]]
 Side = Literal["begins", "ends"]
 
 MAX_TEXTS = 4
@@ -93,7 +92,7 @@ def decoys(
 
 def lengths_known(seen: Observation) -> bool:
     """Whether the lengths of the texts are known, and not only stated."""
-    return Grant.LENGTHS in seen and Grant.LENGTHS not in seen.claimed
+    return known(seen, Grant.LENGTHS)
 
 
 def of_other_lengths(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rasura.attacks.shared.comparing import apart, relative_error, scale, told
-from rasura.attacks.shared.copies import named_once, one_fewer, read_once, without_stated_labels
+from rasura.attacks.shared.copies import known, named_once, one_fewer, read_once, without_stated_labels
 from rasura.attacks.shared.decoys import decoys, free_places, of_other_lengths, weakest
 from rasura.attacks.shared.dummies import ordinary_ids
 from rasura.attacks.shared.labelings import labelings, may_be_turned, pad, targets, turned
@@ -192,14 +192,14 @@ def _signed(seen: Observation, inputs: Mapping[str, Tensor], logits: Tensor, lab
     each scales its gradient. It alone tells labels that the model finds unlikely, too (``SMOOTHED``).
     """
     sign = seen.message.sign
-    if sign == "known" or (Grant.LABELS in seen and Grant.LABELS not in seen.claimed) or seen.task == "causal":
+    if sign == "known" or known(seen, Grant.LABELS) or seen.task == "causal":
         return True
     update = announced_update(seen)
     if sign == "stated":
         guess, _ = changed(seen.model, {**inputs, "labels": labels}, list(seen.gradients), update)
         clipped = Grant.MECHANISM in seen and any(math.isfinite(typed(m).largest_norm) for m in seen.mechanism)
         ids, probabilities = inputs["input_ids"], logits.softmax(-1).gather(-1, labels[:, None])
-        single = Grant.BATCH_SIZE in seen and Grant.BATCH_SIZE not in seen.claimed and seen.batch_size == 1
+        single = known(seen, Grant.BATCH_SIZE) and seen.batch_size == 1
         copies, unlikely = not single and bool((ids == ids[0]).all()), bool((probabilities < SMOOTHED).any())
         by_size_alone = logits.shape[-1] == 2 and (copies or unlikely)
         if (clipped and not by_size_alone) or abs(scale(guess, seen.gradients, seen.visible) - 1) < VERIFIED:
@@ -272,7 +272,7 @@ def open_ended(tokens: Texts, seen: Observation) -> bool:
     """Whether beginnings of ``tokens`` may be texts of their own, whose words stand at the same places: how many texts there
     are is not known, or only stated, and one does not end as the tokenizer ends texts, and only there."""
     end = seen.vocabulary.suffix[-1:]
-    alone = Grant.BATCH_SIZE in seen and Grant.BATCH_SIZE not in seen.claimed
+    alone = known(seen, Grant.BATCH_SIZE)
     return not alone and any([n for n, t in enumerate(text, 1) if t in end] != [len(text)] for text in tokens)
 
 
