@@ -183,6 +183,18 @@ def test_the_command_line() -> None:
     assert "--sigma, --target-epsilon or --kappa" in refused("account", "--examples", "10")
 
 
+def test_a_plan_states_what_its_own_mechanisms_assume_and_no_other() -> None:
+    asked = ("account", "--kappa", "50", "--dimension", "1000", "--examples", "5000")
+    shown = rasura_command(*asked).stdout
+    assert "DirDP-SGD" in shown and "disjoint" in shown and "Poisson" not in shown and " DP-SGD" not in shown
+    (only,) = json.loads(rasura_command(*asked, "--json").stdout)["assumptions"]
+    assert only.startswith("DirDP-SGD")
+    both = json.loads(rasura_command(*asked, "--sigma", "1", "--json").stdout)["assumptions"]
+    assert [line.split(":")[0] for line in both] == ["DP-SGD", "DirDP-SGD"]
+    assert "--rate and --noise need --sigma" in refused(*asked, "--rate", "0.1")
+    assert "--rate and --noise need --sigma" in refused(*asked, "--noise", "laplace")
+
+
 @pytest.mark.parametrize(
     ("rate", "epochs", "steps"), [(0.001, 1, 1000), (0.015, 1, 67), (0.015, 3, 200), (0.07, 7, 100), (1.0, 4, 4)]
 )

@@ -86,6 +86,10 @@ def account(
         raise InputError("account needs --sigma, --target-epsilon or --kappa")
     if kappas and not dimension:
         raise InputError("--kappa needs --dimension, the number of trained parameters")
+    if not (sigmas or targets) and (rate is not None or noise != "gaussian"):
+        raise InputError(
+            "--rate and --noise need --sigma or --target-epsilon: DirDP-SGD does not sample and has its own noise"
+        )
     run = Run(examples, batch_size, epochs, delta)
     # A rate that was given is kept to the last digit; its steps are those in which each text comes up ``epochs`` times.
     share, steps = (run.rate, run.steps) if rate is None else (rate, math.ceil(epochs / Fraction(repr(rate))))
@@ -142,23 +146,32 @@ def _planned(about: dict[str, Any], rows: list[dict[str, Any]], accountants: tup
     if fails >= 1 / examples:
         warnings.append(f"delta {fails:g} is not below 1 / {examples}: publishing one example in full would satisfy it")
     if as_json:
-        say_json({**about, "rows": rows, "warnings": warnings})
+        say_json({**about, "rows": rows, "assumptions": _assumed(about, rows), "warnings": warnings})
         return
     _print(rows, accountants)
-    if any("band" in row for row in rows):
-        out.print(
-            f"planned, delta {above(fails, 3)}; dp-ftrl: {about['steps']} steps, every pass takes the same batches in the "
-            "same order (the gradient of one example is replaced by zero)", soft_wrap=True,
-        )  # fmt: skip
-    else:
-        out.print(
-            f"planned, delta {above(fails, 3)}; DP-SGD: {about['steps']} steps, each example is in a step with probability "
-            f"{about['rate']:.4g} (Poisson sampling; a loader that shuffles does not have this guarantee)", soft_wrap=True,
-        )  # fmt: skip
-    if any("kappa" in row for row in rows):
-        out.print("DirDP-SGD: one example is replaced by another; the batches of an epoch are disjoint", soft_wrap=True)
+    out.print(f"planned, delta {above(fails, 3)}", soft_wrap=True)
+    for line in _assumed(about, rows):
+        out.print(line, soft_wrap=True)
     for warning in warnings:
         err.print(warning, style="bold", soft_wrap=True)
+
+
+def _assumed(about: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:
+    """What the guarantee of each mechanism among ``rows`` assumes."""
+    lines = []
+    if any("band" in row for row in rows):
+        lines.append(
+            f"dp-ftrl: {about['steps']} steps, every pass takes the same batches in the same order (the gradient of one "
+            "example is replaced by zero)"
+        )
+    elif any("sigma" in row for row in rows):
+        lines.append(
+            f"DP-SGD: {about['steps']} steps, each example is in a step with probability {about['rate']:.4g} (Poisson "
+            "sampling; a loader that shuffles does not have this guarantee)"
+        )
+    if any("kappa" in row for row in rows):
+        lines.append("DirDP-SGD: one example is replaced by another; the batches of an epoch are disjoint")
+    return lines
 
 
 def _spent(path: Path, delta: float | None, as_json: bool) -> None:
