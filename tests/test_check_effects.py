@@ -24,6 +24,11 @@ def then(line: str) -> str:
     return program("seen = []\n" + loop() + textwrap.indent(line, "    "), IMPORTS)
 
 
+def further(text: str, line: str) -> str:
+    """Another line at the end of each pass."""
+    return text.removesuffix("main()\n") + textwrap.indent(line, " " * 8) + "main()\n"
+
+
 def between(line: str) -> str:
     """A line after the gradient, ahead of the step."""
     return program(loop(STEP.replace(STEPPED, f"loss.backward()\n{line}\noptimizer.step()\n")), IMPORTS)
@@ -110,7 +115,40 @@ def test_what_a_private_loss_decides_has_no_figure(tmp_path: Path, name: str) ->
     assert any("training.py:" in one for one in found.unknown)
 
 
+BACK = {
+    "a file": then("open('l', 'w').write(str(loss.item()))\nlow = float(open('l').read())\n"),
+    "a block": then(
+        "with open('l', 'w') as f:\n    json.dump(loss.item(), f)\nwith open('l') as f:\n    low = json.load(f)\n"
+    ),
+    "a file that print fills": then("print(loss.item(), file=open('l', 'a'))\nlow = float(open('l').readlines()[0])\n"),
+    "a file of the pass before": then(
+        "low = os.path.exists('l') and float(open('l').read())\nprint(loss, file=open('l', 'w'))\n"
+    ),
+    "a file of the log": then("logging.info(loss.item())\nlow = float(Path('log').read_text())\n"),
+    "an array": then("import numpy as np\nnp.save('l.npy', loss.item())\nlow = np.load('l.npy')\n"),
+    "a tracker": then("wandb.log({'l': loss.item()})\nlow = wandb.run.summary['l']\n"),
+    "a tracker by its server": then("wandb.log({'l': loss.item()})\nlow = wandb.Api().run('x').summary['l']\n"),
+    "another file's function": then("print(loss.item(), file=open('l', 'w'))\nlow = last()\n").replace(
+        "import json", "from mine import last\nimport json", 1
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BACK)
+def test_a_figure_that_is_read_again_decides_nothing_and_may_be_told(tmp_path: Path, name: str) -> None:
+    found = read(tmp_path, further(BACK[name], f"if low > 5:\n    {KEEP}"))
+    assert found.exit_code == 4 and "shutil.copytree('ep-0', 'best') depends on private values" in str(found.unknown), found
+    told = read(tmp_path, further(BACK[name], "print(low)\n"))
+    assert "depends on private values" not in str(told.unknown)
+
+
 TELLS = {
+    "a log, paths and checkpoints": then(
+        "logging.info(loss.item())\nos.makedirs('out', exist_ok=True)\nplace = os.path.join('out', f'{epoch}.pt')\n"
+        "torch.save(model.state_dict(), place)\nwith open(os.path.join('out', 'log'), 'a') as f:\n    f.write(f'{loss}')\n"
+    ),
+    "a file that is printed": then("wandb.log({'l': loss.item()})\nprint(open('l').read(), wandb.run.url)\n"),
+    "texts that are read later": then("logging.info(loss.item())\nheld = json.load(open('held.json'))\n"),
     "a line that is printed": then(high("print(f'{epoch}: {loss.item():.2f}', len(seen), 'x'.strip())\n")),
     "a line that is logged": then(high("log.warning('high')\nlogging.info('%s', loss.item())\n")),
     "a figure that a tracker gets": then(high("wandb.log({'high': loss.item()})\n")),

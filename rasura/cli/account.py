@@ -29,7 +29,13 @@ def _figures(text: str | None, name: str) -> list[float]:
 
 
 def _bands(text: str | None, noised: bool, sampled: bool) -> tuple[int, ...]:
+    """The bands of dp-ftrl. ``noised``: whether a plan of DP-SGD or dp-ftrl is asked for; ``sampled``: whether an option is
+    given that only DP-SGD has."""
     bands = numbers(text, "band") or ()
+    if sampled and not noised:
+        raise InputError(
+            "--rate and --noise need --sigma or --target-epsilon: DirDP-SGD does not sample and has its own noise"
+        )
     if bands and (sampled or not noised):
         raise InputError("--band needs --sigma or --target-epsilon, and neither --rate nor --noise: nothing is sampled")
     return bands
@@ -86,10 +92,6 @@ def account(
         raise InputError("account needs --sigma, --target-epsilon or --kappa")
     if kappas and not dimension:
         raise InputError("--kappa needs --dimension, the number of trained parameters")
-    if not (sigmas or targets) and (rate is not None or noise != "gaussian"):
-        raise InputError(
-            "--rate and --noise need --sigma or --target-epsilon: DirDP-SGD does not sample and has its own noise"
-        )
     run = Run(examples, batch_size, epochs, delta)
     # A rate that was given is kept to the last digit; its steps are those in which each text comes up ``epochs`` times.
     share, steps = (run.rate, run.steps) if rate is None else (rate, math.ceil(epochs / Fraction(repr(rate))))

@@ -122,6 +122,9 @@ class Calls(Functions):
             batch.pending = False
         if kind == k.TRAINER and name == "train":
             self.trained(node, where)
+            self.tell({k.FIGURE})  # its losses, beside the checkpoints
+        if kind in told:
+            self.tell(given)
         if where.private and name not in READING:
             self.doubt(node, f"{ast.unparse(node)[:80]} depends on private values")
         if name == "zero_grad" and where.batch is not None and where.batch.pending:

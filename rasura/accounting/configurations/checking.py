@@ -44,6 +44,7 @@ BESIDE = (
 """Components that are read with a mechanism and have no figure of their own."""
 
 _LOSSES = "the loss is the mean of one loss for each example, and no layer mixes examples"
+_ONCE = "the data set gives each example once and by itself, and no error ends the training early"
 _LABELS = "no label is -100, which PyTorch's losses leave out of their mean"
 
 
@@ -156,7 +157,7 @@ def _finding(call: Call, found: Contents, names: frozenset[str]) -> Finding:
         draft.one_round = draft.equal_noise = None
     draft.assumptions += [*found.assumed, assumed_of(call)]
     if call.name in RESULTS and call.extra.get("program"):
-        draft.assumptions += [_LOSSES, _LABELS] if call.name in OPACUS else [_LOSSES]
+        draft.assumptions += [_LOSSES, _ONCE, _LABELS] if call.name in OPACUS else [_LOSSES, _ONCE]
     if all(one.epsilon is None for one in draft.bounds):
         draft.assumptions.clear()  # there is no figure that needs one
     return draft.finding()

@@ -100,6 +100,16 @@ class Expressions:
         every = {other for one in found for other in self.same.get(one, {one})}
         self.same |= dict.fromkeys(every, every)
 
+    @property
+    def told(self) -> Kind:
+        """The kind of what files and trackers hold now."""
+        return self.env.get(Variable(self.scopes.tree, ""), k.PUBLIC)
+
+    def tell(self, kinds: set[str]) -> None:
+        """Note that values of these kinds were written where the program can read them again."""
+        if kinds & k.DATA:
+            self.put(Variable(self.scopes.tree, ""), k.FIGURE)
+
     def doubt(self, node: ast.AST, why: str) -> None:
         """Record something that is not understood."""
         self.doubts[node, why] = None
@@ -254,7 +264,7 @@ class Expressions:
             self.doubt(node, f"{ast.unparse(node)[:80]} may train, or change a value in its place")
         if node.attr in k.REACHES and not (isinstance(first, ast.Name) and first.id == "self"):
             return k.PARAMETERS
-        return k.PUBLIC
+        return self.told if self.scopes.library(node) in k.TRACKERS else k.PUBLIC
 
 
 def _held(node: ast.expr) -> list[ast.Name]:

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 
 import rasura.accounting.configurations.kinds as k
-from rasura.accounting.configurations.effects import harmless
+from rasura.accounting.configurations.effects import harmless, reads_back, writes_down
 from rasura.accounting.configurations.expressions import Expressions, Where
 from rasura.accounting.configurations.kinds import Kind, parts
 from rasura.accounting.configurations.scopes import root
@@ -89,7 +89,7 @@ class Functions(Expressions):
             known = library in k.BESIDE or name in (*k.TOLD, *k.BUILTINS, *k.COMPUTED, "empty_cache", "synchronize")
             if where.batch is not None and not known:
                 self.doubt(node, f"{ast.unparse(node.func)[:80]} in the loop over the loader is not known here")
-            return k.PUBLIC
+            return self.told if reads_back(self.scopes, node) else k.PUBLIC
         return self._of_private(node, name, library, given, where)
 
     def _by_private(self, node: ast.Call, name: str) -> None:
@@ -103,6 +103,8 @@ class Functions(Expressions):
     def _of_private(self, node: ast.Call, name: str, library: str | None, given: set[str], where: Where) -> Kind:
         """A function that takes something private, which it must only read."""
         shown = ast.unparse(node.func)[:80]
+        if writes_down(self.scopes, node):
+            self.tell(given)
         data = given <= k.DATA | {k.PUBLIC}
         if library == "" and name in k.NAMING:
             return k.FIGURE if given & k.DATA else k.PUBLIC
@@ -137,6 +139,8 @@ class Functions(Expressions):
             return k.FIGURE
         if given <= {k.LEDGER, k.PUBLIC}:
             return k.PUBLIC
+        if name in k.PARSES and library in ("json", "csv", "yaml", "ast") and given <= {k.FIGURE, k.PUBLIC}:
+            return k.FIGURE
         self.doubt(node, f"the {min(given - {k.PUBLIC})} is passed to {shown}, which is not known here")
         return k.FIGURE
 

@@ -97,7 +97,8 @@ COPIES = frozenset((
 ))  # fmt: skip
 READS = COPIES | frozenset((
     *CASTS, "detach", "numpy", "view", "view_as", "reshape", "flatten", "squeeze", "unsqueeze", "expand_as", "t",
-    "transpose", "permute", "append", "extend", "add", "keys", "values", "items", "get",
+    "transpose", "permute", "append", "extend", "add", "keys", "values", "items", "get", "read", "readline", "readlines",
+    "read_text", "close",
 ))  # fmt: skip
 """Methods of private values that change nothing; of ``COPIES`` the result has a memory of its own."""
 
@@ -133,6 +134,9 @@ SAVES = (
     "OrderedDict",
 )  # fmt: skip
 """What keeps or sends weights and figures, or copies them."""
+
+PARSES = ("load", "loads", "safe_load", "reader", "DictReader", "literal_eval")
+"""What makes values of a text or of an open file, and changes nothing."""
 
 BESIDE = ("time", "datetime", "logging")
 """Libraries whose functions may run inside the loop over the private loader."""

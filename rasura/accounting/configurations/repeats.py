@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Sequence
 
+from rasura.accounting.configurations.datasets import bases, classes_of, iterates, picks, sources
 from rasura.accounting.configurations.scopes import Scopes, Variable, root
 
 _REPEATING = (
@@ -164,15 +165,31 @@ def _made_of(scopes: Scopes, node: ast.expr, growing: Sequence[str]) -> tuple[li
             if isinstance(around, ast.Attribute) and around.attr in growing:
                 return made, True
             around = scopes.parents.get(around)
-    followed: list[ast.AST] = []
-    for function in (one for value in made for one in _makers(scopes, value)):
-        if function not in followed:
-            followed.append(function)
-            given = [one for one in ast.walk(function) if isinstance(one, ast.Return | ast.Yield | ast.YieldFrom)]
-            made += [one.value for one in given if one.value is not None]
-            if _yields_again(function):
+    followed: list[ast.FunctionDef | ast.ClassDef] = []
+    for value in made:  # which grows
+        makers: list[ast.FunctionDef | ast.ClassDef] = [*_makers(scopes, value), *classes_of(scopes, value)]
+        for maker in (one for one in makers if one not in followed):
+            followed.append(maker)
+            rows, again = _rows_of(scopes, maker)
+            made += rows
+            if again:
                 return made, True
     return made, False
+
+
+def _rows_of(scopes: Scopes, maker: ast.FunctionDef | ast.ClassDef) -> tuple[list[ast.expr], bool]:
+    """What a function or a class of this file takes its rows from, and whether it may give one of them more than once."""
+    if isinstance(maker, ast.ClassDef):
+        rows, grows = sources(maker)
+        return rows, grows or _class_repeats(scopes, maker)
+    given = [one for one in ast.walk(maker) if isinstance(one, ast.Return | ast.Yield | ast.YieldFrom)]
+    return [one.value for one in given if one.value is not None], _yields_again(maker)
+
+
+def _class_repeats(scopes: Scopes, node: ast.ClassDef) -> bool:
+    """Whether the methods of a data set may give a row more than once, or those of what it inherits from."""
+    inherited = bases(scopes, node) & {*_REPEATING, *_PLACING}
+    return bool(inherited) or picks(node) or any(_yields_again(one) for one in iterates(node))
 
 
 def _makers(scopes: Scopes, value: ast.expr) -> Iterator[ast.FunctionDef]:
