@@ -540,6 +540,23 @@ def test_copies_that_change_the_weight_of_the_others_are_proven() -> None:
     assert guess.tokens == (tuple(TEXT), tuple(SHORT)), "none of them reads like another"
 
 
+@pytest.mark.parametrize("claimed", [True, False])
+def test_weights_of_texts_are_not_taken_for_copies_of_them(claimed: bool) -> None:
+    """Parts of a batch that count alike though the last holds one text, and clients with weights, look like copies."""
+    model, other = tiny("bert", "classification"), MORE[1]
+    texts, labels, weights = [TEXT, SHORT, other], [0, 0, 1], [0.5, 0.25, 0.25]
+    alone = [seen_of(model, [text], [label]).gradients for text, label in zip(texts, labels)]
+    found = {n: torch.stack([w * each[n] for w, each in zip(weights, alone)]).sum(0) for n in alone[0]}
+    seen = replace(seen_of(model, texts, labels), message=Message(found))
+    stated: dict[Grant, Any] = {g: v for g, v in seen.granted.items() if g not in (Grant.LABELS, Grant.BATCH_SIZE)}
+    if claimed:
+        stated |= {Grant.BATCH_SIZE: 4, Grant.LABELS: torch.tensor([0, 0, 0, 1])}
+    without = replace(seen, granted=stated, claimed=frozenset(stated) & {Grant.BATCH_SIZE, Grant.LABELS})
+    proof = prove(without, [TEXT, TEXT, SHORT, other])
+    assert proof is not None and proof.tokens == (tuple(TEXT), tuple(SHORT), tuple(other))
+    assert proof.labels in (None, (0, 0, 1))
+
+
 @pytest.mark.parametrize("rows", [[TEXT], [TEXT, SHORT]])
 @pytest.mark.parametrize("sign", ["unknown", "stated"])
 @pytest.mark.parametrize("clip", [None, 1.0])

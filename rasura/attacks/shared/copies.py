@@ -21,6 +21,13 @@ def named_once(tokens: Texts, types: Types | None) -> Batch:
     return _chosen(tokens, types, rows)
 
 
+def labels_once(tokens: Texts, types: Types | None, labels: Sequence[int] | None) -> tuple[int, ...] | None:
+    """``labels`` of the texts that ``named_once`` names; None where copies of one differ: a weight looks like both."""
+    if labels is None or any(len({labels[row] for row in same}) > 1 for same in rows_of(tokens, types).values()):
+        return None
+    return tuple(labels[min(same)] for same in rows_of(tokens, types).values())
+
+
 def one_fewer(tokens: Texts, types: Types | None) -> list[Batch]:
     """For each text that ``tokens`` hold more than once, the batch without one of its copies."""
     last = [max(same) for same in rows_of(tokens, types).values() if len(same) > 1]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rasura.attacks.shared.comparing import apart, relative_error, scale, told
-from rasura.attacks.shared.copies import known, named_once, one_fewer, read_once, without_stated_labels
+from rasura.attacks.shared.copies import known, labels_once, named_once, one_fewer, read_once, without_stated_labels
 from rasura.attacks.shared.decoys import decoys, free_places, of_other_lengths, weakest
 from rasura.attacks.shared.dummies import ordinary_ids
 from rasura.attacks.shared.labelings import labelings, may_be_turned, pad, targets, turned
@@ -150,9 +150,9 @@ def prove(seen: Observation, tokens: Sequence[Sequence[int]], types: Sequence[Se
     Their recomputed update must be within ``VERIFIED`` of the observed one, that of every decoy must miss it by ``MARGIN``
     times as much (the last tensors of a large one may show that), and the visible entries must be too many for a chance fit.
     None under active dropout, since nothing can be recomputed there, and for a text of special tokens alone, which has no
-    decoys. Copies of a text are proven only where the update tells how many there are; else the proof names it once, or is
-    none. It holds no labels where the update does not tell them, since its sign is not known, or only stated while its
-    size differs (``Message.sign``).
+    decoys. Copies of a text are proven only where the batch size is known and the update tells how many there are: weights
+    of clients, and of parts of a batch, look the same. Else the proof names it once, or is none. It holds no labels where
+    the update does not tell them, since its sign is not known, or only stated while its size differs (``Message.sign``).
     """
     guess: Texts = tuple(tuple(int(t) for t in text) for text in tokens)
     fewer, bare = one_fewer(guess, types), without_stated_labels(seen)
@@ -180,8 +180,10 @@ def prove(seen: Observation, tokens: Sequence[Sequence[int]], types: Sequence[Se
         min_decoy = min(min_decoy, missed)
     if not told(shown, error, min_decoy, sum(map(len, free)), len(ordinary_ids(seen.vocabulary))):
         return None
-    known = _signed(seen, inputs, logits, labels, error)
-    return _worded(Proof("gradient", guess, error, min_decoy, _flat(seen, labels if known else None)), seen.vocabulary)
+    named = _flat(seen, labels if _signed(seen, inputs, logits, labels, error) else None)
+    if fewer and not known(seen, Grant.BATCH_SIZE):
+        guess, named = named_once(guess, types)[0], labels_once(guess, types, named)
+    return _worded(Proof("gradient", guess, error, min_decoy, named), seen.vocabulary)
 
 
 def _signed(seen: Observation, inputs: Mapping[str, Tensor], logits: Tensor, labels: Tensor, error: float) -> bool:
