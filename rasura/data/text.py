@@ -225,7 +225,7 @@ def encode(
     paired = any(e.text_pair for e in examples)
     first = [e.text for e in examples]
     second = [e.text_pair or "" for e in examples] if paired else None
-    coded = tokenizer(first, second, truncation=truncate, max_length=max_length if truncate else None)
+    coded = tokenizer(first, second, truncation=truncate, max_length=max_length if truncate else None, verbose=False)
     rows: list[list[int]] = coded["input_ids"]
     types: list[list[int]] | None = coded["token_type_ids"] if paired and "token_type_ids" in coded else None
     for k, e in enumerate(examples):
