@@ -9,6 +9,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import nltk
 import pytest
 from audit_setting import model_folder, plan_for
 from typer.testing import CliRunner
@@ -72,6 +73,26 @@ def test_what_does_not_come_back_is_said(file: Path) -> None:
     assert returned(old, scored(None)).word == DIFFERENT
     assert returned(old, replace(new, status="failed", scores={})).says.startswith("status ok, now failed")
     assert returned(old, replace(new, scores={})).word == DIFFERENT
+
+
+def test_a_metric_that_one_machine_cannot_compute_is_not_said_to_differ(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without WordNet, every cell was said to be different by its METEOR."""
+    monkeypatch.setattr(nltk.data, "path", [])
+    content = read_bundle(file)
+    content["plan"]["metrics"] = [*content["plan"]["metrics"], "meteor"]
+    for record in content["records"]:
+        for side in (record["scores"], record["blind"]):
+            if "token_recall" in side:
+                side["meteor"] = side.pop("token_recall")
+    again = Reproduction(content)
+    (cell,) = again.cells("span", "none", 1)
+    found = again.again(cell)
+    assert found.word == EQUAL, found
+    here, then = again.unchecked
+    assert here.startswith("meteor was not compared: METEOR needs WordNet")
+    assert then == "token_recall was not compared: no result of the run has it"
+    old = again.records[_place(vars(cell))]
+    assert returned(old, Record.from_dict(old), {*old["scores"], *old["blind"]}).word == NOTHING
 
 
 def test_an_attack_that_gave_up_is_compared(file: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import chain, zip_longest
@@ -98,8 +98,7 @@ class Reproduction:
     machine.
 
     Raises ``InputError`` for a bundle that is no audit of updates, and if the data, the weights, the reference text or the
-    code of own methods here are not those of the run: another figure would then say nothing. ``unchecked``: what could not
-    be checked, in words.
+    code of own methods here are not those of the run: another figure would then say nothing.
     """
 
     def __init__(
@@ -122,7 +121,14 @@ class Reproduction:
         for name in (name for name in here if name in told):
             if said := changed(told[name], here[name]):
                 raise InputError(f"the {name} here is not that of the run ({said})")
-        self.unchecked = tuple(f"the run did not store a fingerprint of its {name}" for name in here if name not in told)
+        self._untold = tuple(f"the run did not store a fingerprint of its {name}" for name in here if name not in told)
+        self._then = {m for r in self.records.values() for m in (*r["scores"], *r["blind"])}
+        self._left: dict[str, str] = {}
+
+    @property
+    def unchecked(self) -> tuple[str, ...]:
+        """What could not be checked so far, in words."""
+        return (*self._untold, *(f"{name} was not compared: {why}" for name, why in self._left.items()))
 
     def cells(self, attack: str | None = None, defense: str | None = None, count: int | None = None) -> list[Cell]:
         """The cells of the bundle with a figure, by attack and defense; at most ``count``. Those with a score and those in
@@ -148,34 +154,40 @@ class Reproduction:
     def again(self, cell: Cell) -> Returned:
         """Run ``cell`` and compare its figures with those of the bundle."""
         (new,) = self.prepared.records([cell])
-        return returned(self.records[_place(vars(cell))], new)
+        self._left |= {name: why for name, why in self.prepared.unavailable.items() if name in self._then}
+        later = {*new.scores, *new.blind} - self._then if self._then else set()
+        self._left |= dict.fromkeys(sorted(later), "no result of the run has it")
+        return returned(self.records[_place(vars(cell))], new, self._left)
 
 
 def _place(one: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple(one[name] for name in ("attack", "update", "defense", "threat", "batch_size", "seed", "batch"))
 
 
-def returned(old: Mapping[str, Any], new: Record) -> Returned:
-    """Whether the figures of the record ``old`` came back in ``new``: status, confidence, and every score of every text. An
-    attack that gives up again has the figures of guessing. A cell that crashed has no figure that could come back."""
+def returned(old: Mapping[str, Any], new: Record, left_out: Container[str] = ()) -> Returned:
+    """Whether the figures of the record ``old`` came back in ``new``: status, confidence, and every score of every text but
+    of metrics ``left_out``, which one of both machines cannot compute. An attack that gives up again has the figures of
+    guessing. A cell that crashed has no figure that could come back."""
     now = new.to_dict()
     differs = [
         f"{what} {old[what]}, now {now[what]}" for what in ("status", "confidence", "examples") if old[what] != now[what]
     ]
-    exact = not differs
+    exact, compared = not differs, False
     for side in ("scores", "blind"):
-        for metric in sorted({*old[side], *now[side]}):
+        for metric in sorted(name for name in {*old[side], *now[side]} if name not in left_out):
             was, found = (_known(one[side].get(metric, {}).get("per_record")) for one in (old, now))
-            exact &= was == found
+            exact, compared = exact and was == found, True
             if not _alike(was, found):
                 differs.append(f"{metric} ({side}) {was}, now {found}")
-    word, says = EQUAL if exact else CLOSE, "all scores came back"
+    word, says, ended = EQUAL if exact else CLOSE, "all scores came back", _ended(old)
     if differs:
         word, says = DIFFERENT, "; ".join(differs)
-    elif (ended := _ended(old)) == GAVE_UP:
+    elif ended == GAVE_UP:
         says = f"it gave up again{_reasons(old, now)}"
     elif ended != SCORED:
         word, says = NOTHING, f"no score{_reasons(old, now)}"
+    if not differs and ended in (SCORED, GAVE_UP) and not compared:
+        word, says = NOTHING, "no metric of the run can be computed here"
     return Returned(new.attack, new.defense, str(old["key"]), word, says)
 
 
