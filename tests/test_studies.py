@@ -28,12 +28,22 @@ from rasura.studies.files import CELL, load_study, names, prepared
 from rasura.studies.filling import in_time, row_key, urgency
 from rasura.studies.metric_values import level_of, level_text, seeds_of, values_of
 from rasura.studies.plots import of_audit, write
-from rasura.studies.tables import head, section, write_section
+from rasura.studies.tables import head, reasons_of, section, write_section
 
 __all__ = ["model_folder"]
 
 FOLDER = Path(__file__).resolve().parents[1] / "studies"
 NAMES = names(FOLDER)
+
+
+def test_reasons_that_differ_by_a_rank_alone_are_one_line() -> None:
+    says = "the row space (rank {} of 576) accepts more tokens than it can hold: {}"
+    some = [("dager", says.format(n, "noise")) for n in (12, 8, 33, 12)] + [
+        ("dager", says.format(9, "rounding")),
+        ("tag", "no"),
+    ]
+    found = reasons_of([{"attack": a, "reason": r} for a, r in [*some, ("span", "")]])
+    assert found == [f"- dager: {says.format('8 to 33', 'noise')}", f"- dager: {says.format(9, 'rounding')}", "- tag: no"]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -58,8 +58,17 @@ def section(study: Study, plan: Plan, records: Iterable[Mapping[str, Any]]) -> s
         last = [ended(some), f"{seconds:.0f}", *spent]
         last.append(study.figure(where, study.metrics))
         lines.append(row_of([*first, *ours, blind, *last]))
-    reasons = sorted({f"{r['attack']}: {r['reason']}" for r in rows if r["reason"]})
-    return "\n".join([*lines, "", *(f"- {reason}" for reason in reasons), ""]).replace("\n\n\n", "\n\n")
+    return "\n".join([*lines, "", *reasons_of(rows), ""]).replace("\n\n\n", "\n\n")
+
+
+def reasons_of(records: Iterable[Mapping[str, Any]]) -> list[str]:
+    """A line for each reason of an attack that gave up; those that differ by a rank alone are one, with its range."""
+    ranks: dict[tuple[str, str], list[int]] = {}
+    for text in sorted({f"- {r['attack']}: {r['reason']}" for r in records if r["reason"]}):
+        first, number, rest = [*re.split(r"(?<=rank )(\d+)", text, maxsplit=1), "", ""][:3]
+        ranks.setdefault((first, rest), []).extend([int(number)] if number else [])
+    told = {place: f"{min(some)} to {max(some)}" if len(some) > 1 else str(*some) for place, some in ranks.items()}
+    return [f"{first}{rank}{rest}" for (first, rest), rank in told.items()]
 
 
 def with_rest(text: str, done: int, cells: int) -> str:
@@ -158,8 +167,7 @@ def membership_section(
             ours = [_rate(r["scores"].get(m)) for m in study.metrics]
             last = [f"{100 * bound:.1f}", study.figure(r, study.metrics)]
             lines.append(row_of([behind, epsilon, right, r["attack"], *ours, *last]))
-    reasons = sorted({f"- {r['attack']}: {r['reason']}" for some in records for r in some if r["reason"]})
-    return "\n".join([*lines, "", *reasons, ""]).replace("\n\n\n", "\n\n")
+    return "\n".join([*lines, "", *reasons_of(r for some in records for r in some), ""]).replace("\n\n\n", "\n\n")
 
 
 def _rate(score: Mapping[str, Any] | None) -> str:
@@ -188,10 +196,10 @@ def service_section(
     lines = head(study, plan, f"{about}, budget {plan.budget}, seed {plan.seed}{behind}", columns)
     if worth:
         lines = [*lines[:-2], *_worth_of_services(study, useful, worth), "", *lines[-2:]]
-    reasons = set()
+    shown: list[Mapping[str, Any]] = []
     for (defense, attack, weights), group in groupby(sorted(records, key=service_place(plan)), key=_service_cell):
         behind_keys = list(group)[: 1 if attack == "blind" else None]  # guessing knows no key
-        reasons |= {f"- {attack}: {r['reason']}" for r in behind_keys if r["reason"]}
+        shown += behind_keys
         some = [r for r in behind_keys if r["status"] != "not_applicable"]
         if not some:
             continue
@@ -200,7 +208,7 @@ def service_section(
         first = [v for k, v in where.items() if told or k != "weights"]
         seconds = sum(r["cpu_seconds"] for r in some) / len(some)
         lines.append(row_of([*first, *ours, f"{seconds:.0f}", study.figure(where, risky)]))
-    return "\n".join([*lines, "", *sorted(reasons), ""])
+    return "\n".join([*lines, "", *reasons_of(shown), ""])
 
 
 def _service_cell(record: Mapping[str, Any]) -> tuple[str, str, str]:
