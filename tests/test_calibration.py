@@ -27,6 +27,7 @@ from rasura.report.cheapest import cheapest
 from rasura.report.commands import applied
 from rasura.report.head import Made
 from rasura.report.page import write_report
+from rasura.report.search import missed, not_confirmed, why_not
 from rasura.report.template import spaced
 from rasura.runs.audit import Audit
 from rasura.runs.calibration import Calibration, calibrate
@@ -113,6 +114,35 @@ def test_what_is_found_meets_the_target_and_the_next_weaker_does_not(
         assert f["guarantee"]["statement"].startswith("no formal guarantee") and f["guarantee"]["examples"] == len(NOTES) - 3
     assert any(y["well_behaved"] for f in result["families"] for y in f["yardsticks"])
     assert result["checks"] == []
+
+
+def test_what_could_not_be_judged_afresh_is_not_said_to_miss_the_target() -> None:
+    """The command ended as if no protection reached the target, though nothing had missed it."""
+    unjudged = {
+        "verdict": {"verdict": "not measured", "missing": ["span"], "says": "span crashed"},
+        "risk": None,
+        "reasons": [],
+    }
+    read: dict[str, Any] = {
+        "verdict": {"verdict": "reads", "missing": [], "says": "reads"},
+        "risk": {"mean": 0.1},
+        "reasons": [],
+    }
+    much = {
+        "verdict": {"verdict": "not told from guessing", "missing": [], "says": ""},
+        "risk": {"mean": 0.9},
+        "reasons": [],
+    }
+    assert [missed(one, one["risk"], 0.5) for one in (unjudged, read, much)] == [False, True, True]
+    failures = [
+        {"setting": f"dp-sgd:{n}", "risk": one["risk"], "reasons": why_not(one), "missed": missed(one, one["risk"], 0.5)}
+        for n, one in ((1, much), (2, unjudged))
+    ]
+    assert not_confirmed(failures) == {"status": "not verified"}
+    found = not_confirmed(failures[1:])
+    assert found["status"] == "not measured"
+    says = outcome({"family": "dp-sgd", **found}, {"at_most": 0.5, "risk": "rouge1"})
+    assert says == "dp-sgd: what held at first could not be judged afresh; at dp-sgd:2 span crashed."
 
 
 @pytest.mark.slow

@@ -78,3 +78,22 @@ def why_not(again: Mapping[str, Any]) -> list[str]:
     if v["missing"] or v["verdict"] == READS:
         return [v["says"]]
     return [] if again["risk"] else list(again["reasons"])
+
+
+def missed(again: Mapping[str, Any], worst: Mapping[str, Any] | None, at_most: float) -> bool:
+    """Whether a fresh audit shows that a setting misses the target, by its ``worst`` risk or its verdict: not only that it
+    cannot be judged."""
+    return again["verdict"]["verdict"] == READS or (worst is not None and worst["mean"] > at_most)
+
+
+def not_confirmed(failures: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The status of a protection whose settings held at first and not afresh: one missed the target there, or none could be
+    judged. Why not is said of the strongest."""
+    if any(f["missed"] for f in failures):
+        return {"status": "not verified"}
+    last = failures[-1]
+    why = "; ".join(last["reasons"]) or "nothing was scored"
+    return {
+        "status": "not measured",
+        "unjudged": [f"what held at first could not be judged afresh; at {last['setting']} {why}"],
+    }

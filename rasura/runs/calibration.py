@@ -28,7 +28,7 @@ from rasura.report.commands import FILE
 from rasura.report.cut import OF_WHAT_IS_LEFT, cut_off
 from rasura.report.levels import point, yardstick
 from rasura.report.pooled import texts_needed
-from rasura.report.search import UNPROTECTED, holds, least, not_found, searchable, why_not
+from rasura.report.search import UNPROTECTED, holds, least, missed, not_confirmed, not_found, searchable, why_not
 from rasura.report.training import JUDGED
 from rasura.report.verdicts import READS, plain, unmeasured
 from rasura.runs.audit import Audit
@@ -193,10 +193,11 @@ class Calibration:
                 found |= {"chosen": points[t], "guarantee": self._guarantee(points[t]["setting"])}
                 found["verification"] = {**again, "risk": worst, "on": self.which, "seed": self.fresh.seed}
                 break
-            failures.append({"setting": points[t]["setting"], "risk": worst, "reasons": why_not(again)})
+            failed = {"setting": points[t]["setting"], "risk": worst, "reasons": why_not(again)}
+            failures.append({**failed, "missed": missed(again, worst, w.at_most)})
         found["not_verified"] = failures
         if failures and found["setting"] is None:
-            found["status"] = "not verified"
+            found |= not_confirmed(failures)
         return found
 
     def _told_training(self) -> dict[str, Any]:
