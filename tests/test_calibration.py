@@ -118,21 +118,13 @@ def test_what_is_found_meets_the_target_and_the_next_weaker_does_not(
 
 def test_what_could_not_be_judged_afresh_is_not_said_to_miss_the_target() -> None:
     """The command ended as if no protection reached the target, though nothing had missed it."""
-    unjudged = {
-        "verdict": {"verdict": "not measured", "missing": ["span"], "says": "span crashed"},
-        "risk": None,
-        "reasons": [],
-    }
-    read: dict[str, Any] = {
-        "verdict": {"verdict": "reads", "missing": [], "says": "reads"},
-        "risk": {"mean": 0.1},
-        "reasons": [],
-    }
-    much = {
-        "verdict": {"verdict": "not told from guessing", "missing": [], "says": ""},
-        "risk": {"mean": 0.9},
-        "reasons": [],
-    }
+
+    def fresh(verdict: str, missing: list[str], says: str, mean: float | None) -> dict[str, Any]:
+        told = {"verdict": verdict, "missing": missing, "says": says}
+        return {"verdict": told, "risk": None if mean is None else {"mean": mean}, "reasons": []}
+
+    unjudged = fresh("not measured", ["span"], "span crashed", None)
+    read, much = fresh("reads", [], "reads", 0.1), fresh("not told from guessing", [], "", 0.9)
     assert [missed(one, one["risk"], 0.5) for one in (unjudged, read, much)] == [False, True, True]
     failures = [
         {"setting": f"dp-sgd:{n}", "risk": one["risk"], "reasons": why_not(one), "missed": missed(one, one["risk"], 0.5)}

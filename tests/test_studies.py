@@ -28,7 +28,8 @@ from rasura.studies.files import CELL, load_study, names, prepared
 from rasura.studies.filling import in_time, row_key, urgency
 from rasura.studies.metric_values import level_of, level_text, seeds_of, values_of
 from rasura.studies.plots import of_audit, write
-from rasura.studies.tables import head, reasons_of, section, write_section
+from rasura.studies.reasons import reasons_of
+from rasura.studies.tables import head, section, write_section
 
 __all__ = ["model_folder"]
 

@@ -21,6 +21,7 @@ from rasura.runs.service_plan import ServicePlan
 from rasura.runs.train_plan import TrainPlan
 from rasura.studies.files import CELL, FOLDER, Study
 from rasura.studies.metric_values import NAMES, keyed_level, level_text, row_of, seeds_of, spread_text, values_of
+from rasura.studies.reasons import reasons_of
 
 RESULTS = FOLDER / "RESULTS.md"
 
@@ -59,16 +60,6 @@ def section(study: Study, plan: Plan, records: Iterable[Mapping[str, Any]]) -> s
         last.append(study.figure(where, study.metrics))
         lines.append(row_of([*first, *ours, blind, *last]))
     return "\n".join([*lines, "", *reasons_of(rows), ""]).replace("\n\n\n", "\n\n")
-
-
-def reasons_of(records: Iterable[Mapping[str, Any]]) -> list[str]:
-    """A line for each reason of an attack that gave up; those that differ by a rank alone are one, with its range."""
-    ranks: dict[tuple[str, str], list[int]] = {}
-    for text in sorted({f"- {r['attack']}: {r['reason']}" for r in records if r["reason"]}):
-        first, number, rest = [*re.split(r"(?<=rank )(\d+)", text, maxsplit=1), "", ""][:3]
-        ranks.setdefault((first, rest), []).extend([int(number)] if number else [])
-    told = {place: f"{min(some)} to {max(some)}" if len(some) > 1 else str(*some) for place, some in ranks.items()}
-    return [f"{first}{rank}{rest}" for (first, rest), rank in told.items()]
 
 
 def with_rest(text: str, done: int, cells: int) -> str:
