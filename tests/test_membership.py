@@ -230,6 +230,15 @@ def test_a_text_that_every_own_model_holds_is_not_applicable(name: str) -> None:
         guess(name, ModelObservation(seen.task, {**seen.granted, Grant.TRAINING: lambda: models}))
 
 
+def test_a_rank_among_one_model_is_not_applicable() -> None:
+    """Every text had the score one half, whatever the model answered."""
+    from rasura.core.interfaces import NotApplicable
+
+    with pytest.raises(NotApplicable, match="train at least 4 shadow models"):
+        guess("mia-r", imagined(own=2)[0])
+    assert len(set(guess("mia-r", imagined(own=4)[0]).scores.tolist())) > 1
+
+
 @pytest.mark.parametrize("task", ["classification", "causal"])
 def test_answers_are_the_models_own_losses_whatever_stands_beside_them(task: str) -> None:
     model = tiny("gpt2", task, num_labels=2).double()

@@ -37,7 +37,7 @@ __all__ = ["model_folder"]
 
 
 def test_the_run_resumes_to_the_same_records(tmp_path: Path, model_folder: Path) -> None:
-    plan = plan_for(model_folder, tmp_path, reference=str(write(tmp_path / "reference.jsonl", 48, 10)))
+    plan = plan_for(model_folder, tmp_path, reference=str(write(tmp_path / "reference.jsonl", 48, 10)), shadow_models=4)
     whole = infer_membership(plan, out=tmp_path / "whole")
     assert {r.attack for r in whole} == set(registry.usual_membership("classification")) and {r.status for r in whole} == {
         "ok"
@@ -58,7 +58,7 @@ def test_the_run_resumes_to_the_same_records(tmp_path: Path, model_folder: Path)
     assert plain(infer_membership(plan, out=tmp_path / "parts")) == plain(whole)
     assert (tmp_path / "parts" / "shadow_models" / "001" / "answers.safetensors").stat().st_mtime_ns == stamp
     with pytest.raises(InputError, match="another plan"):
-        infer_membership(plan_for(model_folder, tmp_path, shadow_models=4), out=tmp_path / "parts")
+        infer_membership(plan_for(model_folder, tmp_path, shadow_models=6), out=tmp_path / "parts")
 
 
 @pytest.mark.parametrize("name", ["reference.jsonl", "others.jsonl"])
@@ -281,6 +281,8 @@ class Broken:
             raise OSError("no space left on device")
         if self.fault == "gpu":
             raise torch.OutOfMemoryError("no space left on the GPU")
+        if self.fault == "same":
+            return Membership(torch.zeros(n))
         return Membership(torch.full((n if self.fault == "nan" else n - 1,), math.nan if self.fault == "nan" else 0.0))
 
 
@@ -308,6 +310,20 @@ def test_a_broken_attack_is_a_reason_and_no_figure(
     assert other.status == "ok" and other.scores["auc"]["n"] == 48
     page = write_report(tmp_path / "run").read_text()
     assert "<li>loss: " in page and page.count("<polyline") == 2, "guessing and the attack that gave figures"
+
+
+def test_an_attack_with_one_score_for_every_text_measures_nothing(
+    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its AUC was .5, and the page said "not told from guessing"."""
+    monkeypatch.setitem(registry.MEMBERSHIP.specs, "loss", brought("loss", Broken("same")))
+    plan = plan_for(model_folder, tmp_path, attacks=("blind", "loss"))
+    done = {r.attack: r for r in infer_membership(plan, out=tmp_path / "run")}
+    assert (done["loss"].status, done["loss"].scores) == ("not_applicable", {})
+    assert "gave every text the same score" in done["loss"].reason
+    assert done["blind"].status == "ok", "texts of equal length say something: they do not differ in length"
+    page = " ".join(write_report(tmp_path / "run").read_text().split())
+    assert "No attack on the model gave a result: not measured." in page and "Not told from guessing:" not in page
 
 
 def test_a_broken_blind_attack_is_said_to_be_unmeasured(
@@ -344,7 +360,7 @@ def test_records_say_which_attacks_know_the_protection(tmp_path: Path, model_fol
 
 
 def test_leakage_needs_a_threshold_of_the_attacks_own(tmp_path: Path, model_folder: Path) -> None:
-    records = infer_membership(plan_for(model_folder, tmp_path), out=tmp_path / "run")
+    records = infer_membership(plan_for(model_folder, tmp_path, shadow_models=4), out=tmp_path / "run")
     own = {r.attack: r.scores["leakage"] for r in records}
     assert {name for name, score in own.items() if score["mean"] is not None} == {"mia", "lira"}
     assert own["loss"]["low"] is None and own["loss"]["reason"] == "the attack has no threshold of its own"

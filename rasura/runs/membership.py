@@ -16,7 +16,7 @@ import torch
 
 from rasura.core.answers import Answers, Membership, ShadowModel
 from rasura.core.batches import Batch
-from rasura.core.errors import InputError
+from rasura.core.errors import InputError, NotApplicable
 from rasura.core.files import make_private
 from rasura.core.given import of_kind
 from rasura.core.records import Record, cell_key
@@ -43,6 +43,8 @@ FPRS = (0.01, 0.001)
 """The default false positive rates, as far as there are enough texts."""
 
 NO_THRESHOLD = "the attack has no threshold of its own"
+
+SAME = "gave every text the same score, so nothing was measured"
 
 SOME = 8
 """Texts that show whether the audited model answers otherwise than the one on which its training began."""
@@ -212,7 +214,10 @@ class MembershipAudit:
 
         def told() -> Told:
             guess = attack(seen, rng=generator(self.plan.learning.seed, "membership", name))
-            return Told(self.scores(guess), {**guess.details, "roc": self._curve(guess)})
+            found = Told(self.scores(guess), {**guess.details, "roc": self._curve(guess)})
+            if name != "blind" and len(set(guess.scores.tolist())) == 1:  # an AUC of .5 by construction is no measurement
+                raise NotApplicable(SAME)
+            return found
 
         rows = [*self.rows, *self.reference]
         given = [(k, name, t) for k, row in enumerate(rows) for name, t in row.inputs().items()]

@@ -33,7 +33,8 @@ class ReferenceModels:
     """MIA-R: how rarely a model that was not trained on the text has so low a loss (Ye et al. 2022, Attack R).
 
     The score is one minus the fraction of shadow models without the text whose loss is lower, interpolated between their
-    losses. Beyond the lowest and the highest loss it is constant, so that few models leave ties.
+    losses. Beyond the lowest and the highest loss it is constant, so that few models leave ties. Not applicable where a
+    text has fewer than two such models.
     """
 
     name = "mia-r"
@@ -44,6 +45,12 @@ class ReferenceModels:
         target = seen.ask(seen.candidates).losses.numpy()
         inside = _inside(seen.shadow_models).numpy()
         own = np.stack([model.answers.losses.numpy() for model in seen.shadow_models])
+        fewest = int((~inside).sum(0).min())
+        if fewest < 2:  # the place beside a single loss is one half, whatever the model's own loss is
+            raise NotApplicable(
+                f"a text has {fewest} shadow model that was trained without it, and a rank needs at least 2; train at least "
+                "4 shadow models"
+            )
         scores = []
         for k, loss in enumerate(target):
             without = np.sort(own[~inside[:, k], k])
