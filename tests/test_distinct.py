@@ -108,11 +108,11 @@ def test_repeated_rows_are_named_on_the_page() -> None:
     assert "22 repeated rows were left out. A text counts once, as the model sees it, with its label." in told
 
 
-@pytest.mark.parametrize("side", ["auc", "words", "labels", "words_and_labels"])
+@pytest.mark.parametrize("side", ["auc", "words", "labels", "words_and_labels", "base"])
 @pytest.mark.parametrize("auc", [0.95, 0.5])
 def test_where_members_and_others_differ_as_texts_nothing_is_said_of_the_model(side: str, auc: float) -> None:
     middle = {"mean": 0.5, "low": 0.37, "high": 0.63, "n": 60}
-    apart = dict.fromkeys(("auc", "words", "labels", "words_and_labels"), middle) | {
+    apart = dict.fromkeys(("auc", "words", "labels", "words_and_labels", "base"), middle) | {
         side: {"mean": 0.9, "low": 0.8, "high": 0.95, "n": 60}
     }
     rows = [row(a, auc=v, defense="none", blind=apart) for a, v in (("blind", 0.5), ("loss", auc))]

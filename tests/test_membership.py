@@ -426,6 +426,18 @@ def test_a_split_that_words_tell_is_seen_and_a_random_one_is_not() -> None:
     assert split_check([w + " page one" if m else w for w, m in zip(words, members)], members).mean > 0.95
 
 
+def test_a_split_is_told_by_what_a_model_sees() -> None:
+    """Case, and the space before a full stop, hid from the check what every attack on the model saw."""
+    rng = generator(0)
+    said = [" ".join(f"W{int(i)}" for i in torch.randint(0, 200, (12,), generator=rng)) + "." for _ in range(200)]
+    members = [k % 2 == 0 for k in range(200)]
+    assert split_check(said, members).low < 0.5
+    for other in (str.lower, lambda text: text.replace(".", " .")):
+        assert split_check([t if m else other(t) for t, m in zip(said, members)], members).low > 0.8
+    ids = [[int(i) + (1000 if m else 0) for i in torch.randint(0, 50, (12,), generator=rng)] for m in members]
+    assert split_check(ids, members).low > 0.8 and split_check([[i % 1000 for i in one] for one in ids], members).low < 0.5
+
+
 def test_words_are_told_apart_in_a_script_without_spaces() -> None:
     """A clause was one word there, and no clause occurs twice."""
     rng = generator(0)

@@ -27,6 +27,7 @@ from rasura.core.rng import generator
 from rasura.core.threat import MODEL_USER, observe_model
 from rasura.core.values import Grant, NotGranted
 from rasura.metrics.membership import auc
+from rasura.report.page import write_report
 from rasura.runs.membership import MembershipAudit, infer_membership
 from rasura.runs.membership_models import QueriedModels
 from rasura.runs.membership_plan import MembershipPlan
@@ -245,9 +246,22 @@ def test_an_adapter_folder_is_all_the_command_needs(tmp_path: Path, causal_folde
     assert done.exit_code == 0, done.output
     records = [json.loads(line) for line in (tmp_path / "run" / "records.jsonl").read_text().splitlines()]
     assert {r["attack"] for r in records} == {"blind", *CAUSAL} and {r["status"] for r in records} == {"ok"}
-    assert all({"auc", "words", "tpr@0.1"} == set(r["blind"]) for r in records), "the baselines stand beside each attack"
+    assert all({"auc", "words", "base", "tpr@0.1"} == set(r["blind"]) for r in records), (
+        "the baselines stand beside each attack"
+    )
     page = (tmp_path / "run" / "report.html").read_text()
     assert all(name in page for name in CAUSAL)
+
+
+def test_what_the_model_before_training_tells_stands_beside_each_attack(tmp_path: Path, causal_folder: Path) -> None:
+    """Others in lower case, which words and lengths hid, were members that the model had not learned from."""
+    plan = plan_for(adapter(tmp_path / "adapter", causal_folder), tmp_path, attacks=("loss",))
+    prepared = MembershipAudit(plan, tmp_path / "run")
+    (record,) = infer_membership(plan, out=tmp_path / "run")
+    losses = answers(load(causal_folder, "causal").model, prepared.rows, prepared.models.pad).losses
+    assert record.blind["base"]["mean"] == auc((-losses).tolist(), prepared.members.tolist()).mean
+    page = " ".join((write_report(tmp_path / "run")).read_text().split())
+    assert "The model on which the training began, before it learned from the members, separates them with AUC" in page
 
 
 def test_two_forward_passes_serve_all_attacks(tmp_path: Path, causal_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -358,7 +372,7 @@ def test_a_difference_that_words_show_is_said_beside_the_verdict(tmp_path: Path,
     records = [r.to_dict() for r in infer_membership(plan, out=tmp_path / "run")]
     prepared = MembershipAudit(plan, tmp_path / "run")
     said = " ".join(membership_findings(records, prepared.identity).sentences)
-    assert "Members and others differ as texts, without any model" in said
+    assert "Members and others differ as texts, without any training on them" in said
 
 
 def test_the_reference_model_is_a_grant_of_its_own() -> None:

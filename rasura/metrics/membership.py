@@ -216,9 +216,14 @@ def tpr_bound(fpr: float, epsilon: float, delta: float = 0.0) -> float:
     return max(0.0, min(1.0, first, 1 - odds * (1 - delta - fpr)))
 
 
-def split_check(texts: Sequence[str], members: Sequence[bool], seed: int = 0, labels: Sequence[int] | None = None) -> Rate:
+def split_check(
+    texts: Sequence[str | Sequence[int]], members: Sequence[bool], seed: int = 0, labels: Sequence[int] | None = None
+) -> Rate:
     """The AUC of separating members from others by their words alone, without the model: it should be .5. With ``labels``,
     one for each text, by their words and labels together.
+
+    The words of a text that is given as token ids are the ids, all that a model sees of it. Of a string they are taken as
+    they are written, with case and the white space before them.
 
     A logistic regression on counted words and pairs of words that is shown who is a member. With ``labels``, each of them
     also counts once for every label that it stands beside: members may have other words of a label. Texts are parted into
@@ -237,7 +242,8 @@ def split_check(texts: Sequence[str], members: Sequence[bool], seed: int = 0, la
     from rasura.metrics.text import WORD
 
     def counted(number: int) -> list[str]:
-        words = re.findall(rf"{WORD.pattern}|\S", texts[number].lower())
+        text = texts[number]
+        words = re.findall(rf"\s*(?:{WORD.pattern}|\S)|\s+", text) if isinstance(text, str) else [*map(str, text)]
         found = [*words, *map(" ".join, pairwise(words))]
         return found if labels is None else [*found, *(f"{labels[number]}: {one}" for one in ("", *found))]
 

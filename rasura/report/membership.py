@@ -107,8 +107,8 @@ def _sentences(
     if off(done):
         out.append(
             tell(
-                "Members and others differ as texts, without any model. No figure here says how much of the difference "
-                "the model adds."
+                "Members and others differ as texts, without any training on them. No figure here says how much of the "
+                "difference the training adds."
             )
         )
     return out
@@ -164,6 +164,13 @@ def _without_the_model(done: Sequence[Mapping[str, Any]]) -> list[str]:
                 "Labels separate them with AUC {labels}, words and labels together with AUC {both}.",
                 labels=labels,
                 both=both,
+            )
+        )
+    if "base" in beside:
+        out.append(
+            tell(
+                "The model on which the training began, before it learned from the members, separates them with AUC {auc}.",
+                auc=_auc(beside["base"]),
             )
         )
     by_rate = [(s[name], rates_of(s)[name]) for s in of_texts(done) for name in finds(s)]

@@ -42,20 +42,21 @@ def by_chance(rates: int) -> float:
     return 0.05 + 0.025 * rates
 
 
-BY_SPLIT = ("words", "labels", "words_and_labels")
-"""The checks of how texts were chosen, by their names beside an attack; those by label are of a classifier's texts."""
+BY_SPLIT = ("words", "labels", "words_and_labels", "base")
+"""The checks of how texts were chosen, by their names beside an attack; those by label are of a classifier's texts, that by
+the model on which training began of a causal model's."""
 
 
 def of_texts(done: Sequence[Record]) -> list[Mapping[str, Any]]:
-    """The scores of texts without a model: by words and labels, and by length, which stand beside each attack or are one
-    themselves."""
+    """The scores of texts without the trained model: by words and labels, by the model on which training began, and by
+    length, which stand beside each attack or are one themselves."""
     beside = done[0]["blind"]
     by_split = [{"auc": beside[name]} for name in BY_SPLIT if name in beside]
     return [*by_split, beside, *(r["scores"] for r in done if r["attack"] == "blind")]
 
 
 def off(done: Sequence[Record]) -> bool:
-    """Whether length, words or labels alone part members from others beyond their intervals."""
+    """Whether length, words, labels or the model before training part members from others beyond their intervals."""
     return any(map(above, of_texts(done)))
 
 

@@ -167,15 +167,18 @@ class MembershipAudit:
             yield record
 
     def _beside(self) -> dict[str, Any]:
-        """The baselines beside every figure: the blind attack, and how well words alone separate members from others. Of a
-        classifier, whose attacks see labels, also labels alone and both together."""
+        """The baselines beside every figure: the blind attack, and how well the model's tokens alone separate members from
+        others. Of a classifier, whose attacks see labels, also labels alone and both together. Of a causal model, also the
+        loss of the model on which the training began."""
         told = self._attempt("blind", None).guess
-        texts = [f"{e.text} {e.text_pair or ''}" for e in self.examples]
+        texts = [row.ids(0) for row in self.rows]
         check = partial(split_check, members=self.members.tolist(), seed=self.plan.learning.seed)
         found = {"words": check(texts)}
         if self.victim.task == "classification":
             labels = [e.label or 0 for e in self.examples]
             found |= {"labels": check(list(map(str, labels))), "words_and_labels": check(texts, labels=labels)}
+        elif not bool((before := self.models.before(self.rows)).isnan().any()):
+            found |= {"base": auc((-before).tolist(), self.members.tolist())}
         by_length = {} if told is None else {k: v for k, v in told.scores.items() if k == "auc" or k.startswith("tpr@")}
         return {name: asdict(rate) for name, rate in found.items()} | by_length
 

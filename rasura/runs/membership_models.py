@@ -97,6 +97,10 @@ class QueriedModels:
             )
         return found
 
+    def before(self, rows: Sequence[Batch]) -> torch.Tensor:
+        """The public model's loss on each of ``rows``, in nats: what texts tell that no training on them has seen."""
+        return self._answers("reference", rows).losses
+
     def untrained(self, rows: Sequence[Batch]) -> bool:
         """Whether the audited model answers each of ``rows`` as the public one does: then no training shows in it."""
         if not rows:
