@@ -20,7 +20,10 @@ from rasura.report.membership import membership_findings, render_membership
 from rasura.runs.calibration import Calibration
 from rasura.runs.calibration_plan import CalibrationPlan
 from rasura.runs.membership import MembershipAudit
+from rasura.runs.membership_rows import began
 from rasura.runs.plans import Plan
+from rasura.victims.loading import load
+from rasura.victims.recipe import Recipe
 
 __all__ = ["model_folder"]
 
@@ -159,19 +162,25 @@ def test_a_calibration_verifies_on_no_text_that_it_searched_with(
         ({"keep": "best", "epochs": 3}, True, False),
         ({"keep": "best", "epochs": 1}, False, False),
         ({"keep": "last", "epochs": 3}, False, False),
+        (Recipe(3, keep="last", patience=1), False, True),
+        (Recipe(3, keep="last", patience=3), False, False),
+        (Recipe(3, keep="best"), False, True),
     ],
 )
 def test_held_out_texts_that_chose_the_epoch_are_named(
-    tmp_path: Path, model_folder: Path, recipe: dict[str, Any], own: bool, chose: bool
+    tmp_path: Path, model_folder: Path, recipe: dict[str, Any] | Recipe, own: bool, chose: bool
 ) -> None:
+    """A recipe is what a training writes now; the others are of earlier versions, which did not write when it stops."""
     inside = words(0, 12)
     members = written(tmp_path / "in.jsonl", inside)
     rows = tmp_path / "rows.json"
     told = {"trained": list(range(6)), "held_out": list(range(6, 12)), "texts": texts_hash(load_examples(members))}
+    if isinstance(recipe, Recipe):
+        recipe = began(load(model_folder, "classification"), str(model_folder), recipe, {})["recipe"]
     rows.write_text(json.dumps({**told, "recipe": recipe}))
     others = written(tmp_path / "out.jsonl", words(40, 6)) if own else None
     plan = membership_plan(model_folder, tmp_path, members=members, non_members=others, rows=str(rows), fprs=())
     found = MembershipAudit(plan, tmp_path / "run").identity
     assert found.get("others_chose", False) == chose
     said = " ".join(membership_findings([row("blind"), row("loss")], {**PLAN, **found, "attacks": ["blind", "loss"]}).checks)
-    assert ("The others chose the epoch whose weights were kept" in said) == chose
+    assert ("The others chose which epoch's weights the model has" in said) == chose

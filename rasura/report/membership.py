@@ -222,7 +222,7 @@ def _checks(
     if plan.get("others_chose"):
         out.append(
             tell(
-                "The others chose the epoch whose weights were kept, so the model may answer better on them than on new "
+                "The others chose which epoch's weights the model has, so the model may answer better on them than on new "
                 "texts. Members then stand out less. Pass texts that chose nothing as --non-members."
             )
         )

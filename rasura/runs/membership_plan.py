@@ -71,10 +71,14 @@ class MembershipPlan:
 
     @property
     def chose(self) -> bool:
-        """Whether the non-members were held out by the training, and chose which epoch's weights it kept."""
+        """Whether the non-members were held out by the training, and chose which epoch's weights it kept or when it stopped.
+
+        Rows of an earlier version do not say when a training stops: of these, only those that kept the best epoch count."""
         found = self._told().get("recipe")
-        several = isinstance(found, dict) and found.get("keep") == "best" and found.get("epochs", 0) > 1
-        return self.non_members is None and several
+        if self.non_members is not None or not isinstance(found, dict):
+            return False
+        before = found.get("epochs", 0) if found.get("keep") == "best" else 1
+        return bool(found.get("compared", before) > 1)
 
     def _check_protection(self) -> None:
         """Raises ``InputError`` where shadow models would be trained under another protection than the model was."""

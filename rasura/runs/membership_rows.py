@@ -26,8 +26,8 @@ EPOCHS = 5
 
 def began(victim: Victim, model: str, recipe: Recipe, cut: Mapping[str, Any]) -> dict[str, Any]:
     """What ``rows.json`` says of a training with ``recipe`` that begins on ``victim``, the model called ``model``. ``cut``:
-    its ``truncate`` and ``max_length``."""
-    learned = {n: asdict(recipe)[n] for n in LEARNED}
+    its ``truncate`` and ``max_length``. ``compared`` of its recipe: how many epochs the held-out texts may choose among."""
+    learned = {n: asdict(recipe)[n] for n in LEARNED} | {"compared": recipe.compared}
     return {"base": model, "base_weights": body(victim), "recipe": learned, "cut": dict(cut)}
 
 
