@@ -13,8 +13,9 @@ from membership_setting import MIDDLE, PLAN, row
 from rows import sentences
 
 from rasura.metrics.membership import auc, auc_bound, tpr_at, tpr_bound
-from rasura.registry import membership_adversaries
+from rasura.registry import DEFENSES, membership_adversaries
 from rasura.report.membership import Found, _auc, membership_findings, render_membership
+from rasura.report.membership_step import FORMAL
 from rasura.report.membership_verdict import above, by_chance
 
 KNOW = membership_adversaries("dp-sgd:1.0").attacks
@@ -61,11 +62,22 @@ def test_what_is_above_guessing_is_said_whoever_is_missing() -> None:
 def test_the_next_training_is_of_the_model_on_which_the_audited_one_began() -> None:
     plan = {
         **PLAN, "attacks": ["loss"], "base": "smollm2", "task": "causal", "text_column": "Notiz", "truncate": True,
-        "max_length": 64, "members": "my notes.jsonl",
+        "max_length": 64, "members": "my notes.jsonl", "defense": "none",
     }  # fmt: skip
     page = sentences(render_membership([row("loss", auc=0.9)], plan))
     words = "--model smollm2 --task causal --truncate --max-length 64 --text-column Notiz --defense none,dp-sgd:1.0"
     assert f"rasura train 'my notes.jsonl' {words}" in page
+
+
+def test_no_guarantee_is_advised_to_a_training_that_has_one() -> None:
+    for defense in ("dp-sgd:14.3282", "gaussian:0.1+dp-ftrl:2.0"):
+        page = sentences(render_membership([row("loss", auc=0.9)], {**PLAN, "attacks": ["loss"], "defense": defense}))
+        assert "Train with a smaller epsilon (for dp-sgd, --target-epsilon), or check that training" in page
+        assert "Train with a formal guarantee" not in page and "dp-sgd:1.0" not in page
+
+
+def test_every_protection_with_an_epsilon_is_known_to_the_next_step() -> None:
+    assert {n for n in DEFENSES if "differential privacy" in DEFENSES[n].guarantee} == FORMAL
 
 
 def test_the_headline_names_an_attack_that_the_verdict_names() -> None:

@@ -8,11 +8,10 @@ from typing import Any
 
 from rasura.core.options import names_of
 from rasura.core.rounding import percent, percent_above, percent_below
-from rasura.report.commands import OF_TRAINING, Step, command
 from rasura.report.head import Made, duration, machine, origin, settings
 from rasura.report.language import number, recorded, tell
+from rasura.report.membership_step import membership_step
 from rasura.report.membership_verdict import (
-    above,
     by_chance,
     by_epsilon,
     conclusion,
@@ -250,7 +249,7 @@ def render_membership(records: Sequence[Mapping[str, Any]], plan: Mapping[str, A
         "membership.html", f=membership_findings(records, plan), plan=plan, plot=roc_plot(records, plan), made=made,
         lines=[_line(r, missing, nothing) for r in sorted(records, key=lambda r: plan["attacks"].index(r["attack"]))],
         head=origin(plan, records, made, who=who, means=means, source=str(plan["members"])), settings=settings(plan),
-        step=_step(records, plan, missing),
+        step=membership_step(records, plan, missing),
     )  # fmt: skip
 
 
@@ -273,26 +272,3 @@ def _line(record: Mapping[str, Any], missing: Sequence[str], nothing: Sequence[s
         dot = tuple(100 * record["scores"]["auc"][end] for end in ("mean", "low", "high"))
     name, baseline = record["attack"], record["attack"] == "blind"
     return {"name": name, "anchor": f"attack-{name}", "word": word, "dot": dot, "baseline": baseline, "chosen": False}
-
-
-def _step(records: Sequence[Mapping[str, Any]], plan: Mapping[str, Any], missing: Sequence[str]) -> Step:
-    """What to do next."""
-    done = [r for r in records if r["status"] == "ok"]
-    real = [r for r in done if r["attack"] != "blind"]
-    if not real:
-        return Step(tell("Read below why an attack has no result."))
-    if off(done):
-        return Step(tell("Draw members and others at random from the same source, and measure again."))
-    if untrained(plan):
-        return Step(
-            tell("Pass the model as it was after training, with the public one on which it began, and measure again.")
-        )
-    if any(above(r["scores"]) for r in real):
-        told = {**plan, "data": plan["members"], "model": plan.get("base") or plan["model"]}
-        again = command("train", told, OF_TRAINING, defenses=["none", "dp-sgd:1.0"])
-        return Step(tell("Train with a formal guarantee, and measure the trained model again."), again)
-    if any(r["status"] != "ok" for r in records):
-        return Step(tell("Read below why an attack has no result."))
-    if missing:
-        return Step(tell("Add the attacks that know this protection."))
-    return Step(tell("Measure with more texts and more shadow models before you rely on this."))

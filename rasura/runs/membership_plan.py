@@ -78,7 +78,8 @@ class MembershipPlan:
         if self.non_members is not None or not isinstance(found, dict):
             return False
         before = found.get("epochs", 0) if found.get("keep") == "best" else 1
-        return bool(found.get("compared", before) > 1)
+        compared: Any = found.get("compared", before)
+        return bool(compared > 1)
 
     def _check_protection(self) -> None:
         """Raises ``InputError`` where shadow models would be trained under another protection than the model was."""
