@@ -165,10 +165,10 @@ def strategy(
 
     ``agreement`` has the public keys. A round needs ``min_clients`` clients to start, and as many valid updates to count;
     fewer than three are refused without ``allow_few_clients``, since each of two clients can subtract itself from the sum. A
-    client with ``max_examples`` texts or more has the weight 1; with 0 all clients weigh the same. ``first_scale`` is the
-    largest change of an entry in one round, of all tensors or by name, from which the scales of sealed entries start: see
-    ``block_scales``. ``capture`` keeps what the server sees. ``options`` are FedAvg's. Under secure aggregation a round has
-    three more exchanges with the clients, with identities four. Each ends at the latest with the ``timeout`` of ``start``.
+    client with ``max_examples`` texts or more has the weight 1, one with a 16th of them or fewer 1/16; with 0 all weigh the
+    same. ``first_scale`` is the largest change of an entry in one round, of all tensors or by name, from which the scales of
+    sealed entries start: see ``block_scales``. ``capture`` keeps what the server sees. ``options`` are FedAvg's. Secure
+    aggregation has three more exchanges in a round, with identities four. Each ends at ``start``'s ``timeout``.
 
     The strategy's ``figures`` hold, by round, the number of clients asked, counted and ``evaluated`` (who measured),
     the bytes to each client and from all, the seconds of waiting and the CPU seconds of adding. With noise, ``rho``

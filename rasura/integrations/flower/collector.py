@@ -5,7 +5,6 @@ Plain values and bytes, without Flower.
 
 from __future__ import annotations
 
-import math
 import secrets
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -25,18 +24,14 @@ from rasura.defenses.secure_aggregation.noise import NORM
 from rasura.defenses.secure_aggregation.server import RoundEnded
 from rasura.integrations.flower.agreement import MIN_CLIENTS, Agreement, check_few, check_sums, few, read_scales
 from rasura.integrations.flower.identities import UNKNOWN
-from rasura.integrations.flower.rounds import Ticket
+from rasura.integrations.flower.rounds import Ticket, told_of_weights
 from rasura.integrations.flower.scales import Scale, each
 from rasura.integrations.flower.secure_sums import Ask, SecureSums, terms_digest
 
 
 class RoundFailed(RuntimeError):
-    """Too few clients sent a valid update, or their weights are too small. The message gives the reasons."""
+    """Too few clients sent a valid update. The message gives the reason for each of the others."""
 
-
-LEAST_WEIGHT = 1 / 64
-"""The least mean weight of clients whose values are summed in whole steps. The mean is divided by it after rounding: at this
-weight it is off by a thousandth of the agreed scale at most."""
 
 Taken = tuple[int, Message, float]
 """A node, its message and its share."""
@@ -182,10 +177,12 @@ class Collector:
                 f"round {self.round}: {len(counted)} updates are valid, but at least {self.min_clients} are "
                 f"needed ({reasons})"
             )
-        if told := few(len(counted)):
-            self.log(f"round {self.round}: {told}")
-        shares = sum(share for _, _, share in counted)
-        self._check_rounding(shares / len(counted))
+        weights = [share for _, _, share in counted]
+        grown = "noise" if self.agreement.noise else "rounding error" if self.agreement.count else ""
+        for told in (few(len(counted)), told_of_weights(weights, self.max_examples, grown)):
+            if told:
+                self.log(f"round {self.round}: {told}")
+        shares = sum(weights)
         summed = self._opened(shares)
         if self.seen is not None:
             for node, message, _ in counted:
@@ -206,17 +203,6 @@ class Collector:
             sealed = {f"{scheme}/{k:06d}": data for k, data in enumerate(sums.ciphertexts)}
             self.aggregate = to_bytes(Message({}, {}, sealed, "aggregate", header))
         return [node for node, _, _ in counted]
-
-    def _check_rounding(self, mean: float) -> None:
-        """Raises ``RoundFailed`` where the clients' ``mean`` weight is so small that rounding to whole steps would leave
-        little of their values."""
-        steps = self.secure is not None or (self.agreement.sealed and self.agreement.keys.parameters.scheme == "bfv")
-        if steps and not self.agreement.noise and mean < LEAST_WEIGHT:
-            texts, most = self.max_examples * mean, math.floor(self.max_examples * mean / LEAST_WEIGHT)
-            raise RoundFailed(
-                f"round {self.round}: the mean number of texts of a client is {texts:.3g}, and max_examples is "
-                f"{self.max_examples}: values of so little weight are rounded away in the sum; set it to {most} at most"
-            )
 
     def _added(self, taken: Sequence[Taken], refused: list[tuple[int, str]]) -> tuple[list[Taken], Any]:
         """Who counts, and the sum of their ciphertexts; one after the other, so that a bad one is known by its client."""

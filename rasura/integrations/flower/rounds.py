@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -27,6 +27,13 @@ from rasura.integrations.flower.secure_sums import Masking
 from rasura.victims.applying import applied, shapes_of
 from rasura.victims.per_example import as_one
 
+LEAST_WEIGHT = 1 / 16
+"""The smallest weight of a client. Values are multiplied by the weight before they are rounded, and the sum is divided by
+the sum of weights, so the rounding of the mean is at most 16 times as coarse as without weights."""
+
+MOST_COARSE = 4
+"""How many times as coarse weights may make the rounding of a mean before the log says so."""
+
 
 @dataclass(frozen=True)
 class Ticket:
@@ -41,11 +48,27 @@ class Ticket:
     aggregate: bytes = b""
 
     def share(self, examples: float) -> float:
-        """The weight of a client with ``examples`` texts. The client scales its sealed values by it, since a server that
-        adds ciphertexts cannot weight them."""
+        """The weight of a client with ``examples`` texts, from ``LEAST_WEIGHT`` to 1. The client scales its sealed values by
+        it, since a server that adds ciphertexts cannot weight them."""
         if not (isinstance(examples, int | float) and math.isfinite(examples) and examples > 0):
             raise InputError(f"{examples!r} examples; expected a number above 0")
-        return min(1.0, examples / self.max_examples) if self.max_examples else 1.0
+        return min(1.0, max(LEAST_WEIGHT, examples / self.max_examples)) if self.max_examples else 1.0
+
+
+def told_of_weights(shares: Sequence[float], max_examples: int, error: str) -> str:
+    """What the weights ``shares`` of a round cost: clients that weigh more than by their texts, and how many times as large
+    they make the ``error`` of the mean, such as rounding. Empty where that is nothing or little."""
+    raised, times = sum(share <= LEAST_WEIGHT for share in shares), len(shares) / sum(shares)
+    lines = []
+    if raised:
+        lines.append(
+            f"{raised} of {len(shares)} clients trained on a 16th of max_examples = {max_examples} texts or fewer, and "
+            "weigh a 16th"
+        )
+    if error and (raised or times > MOST_COARSE):
+        lines.append(f"the mean of hidden entries has {times:.1f} times the {error} of equal weights")
+    advice = "set max_examples (max-examples in the app) nearer to the most texts that any client trains on"
+    return "; ".join([*lines, advice]) if lines else ""
 
 
 @dataclass(frozen=True)
