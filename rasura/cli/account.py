@@ -29,16 +29,24 @@ def _figures(text: str | None, name: str) -> list[float]:
 
 
 def _bands(text: str | None, noised: bool, sampled: bool) -> tuple[int, ...]:
-    """The bands of dp-ftrl. ``noised``: whether a plan of DP-SGD or dp-ftrl is asked for; ``sampled``: whether an option is
-    given that only DP-SGD has."""
+    """The bands of dp-ftrl. ``noised``, ``sampled``: as in ``_check_asked``."""
     bands = numbers(text, "band") or ()
+    if bands and (sampled or not noised):
+        raise InputError("--band needs --sigma or --target-epsilon, and neither --rate nor --noise: nothing is sampled")
+    return bands
+
+
+def _check_asked(noised: bool, sampled: bool, kappas: Sequence[float], dimension: int | None) -> None:
+    """Refuse options that do not belong together. ``noised``: a plan of DP-SGD or dp-ftrl is asked for; ``sampled``: an
+    option is given that only DP-SGD has."""
+    if not (noised or kappas):
+        raise InputError("account needs --sigma, --target-epsilon or --kappa")
     if sampled and not noised:
         raise InputError(
             "--rate and --noise need --sigma or --target-epsilon: DirDP-SGD does not sample and has its own noise"
         )
-    if bands and (sampled or not noised):
-        raise InputError("--band needs --sigma or --target-epsilon, and neither --rate nor --noise: nothing is sampled")
-    return bands
+    if kappas and not dimension:
+        raise InputError("--kappa needs --dimension, the number of trained parameters")
 
 
 @app.command()
@@ -87,18 +95,16 @@ def account(
     if rate is not None and not MIN_RATE <= rate <= 1:
         raise InputError(f"--rate is {rate}; expected at least {MIN_RATE} and at most 1")
     sigmas, targets = _figures(sigma, "sigma"), _figures(target_epsilon, "target-epsilon")
-    kappas, bands = _figures(kappa, "kappa"), _bands(band, bool(sigmas or targets), rate is not None or noise != "gaussian")
-    if not (sigmas or targets or kappas):
-        raise InputError("account needs --sigma, --target-epsilon or --kappa")
-    if kappas and not dimension:
-        raise InputError("--kappa needs --dimension, the number of trained parameters")
+    noised, sampled = bool(sigmas or targets), rate is not None or noise != "gaussian"
+    kappas, bands = _figures(kappa, "kappa"), _bands(band, noised, sampled)
+    _check_asked(noised, sampled, kappas, dimension)
     run = Run(examples, batch_size, epochs, delta)
     # A rate that was given is kept to the last digit; its steps are those in which each text comes up ``epochs`` times.
     share, steps = (run.rate, run.steps) if rate is None else (rate, math.ceil(epochs / Fraction(repr(rate))))
     accountants = tuple(ACCOUNTANTS) if noise == "gaussian" else ("pld",)
     with err.status("accounting"):
-        sampled = [] if bands else _sampled(run.fails, share, steps, sigmas, targets, accountants, noise)
-        rows = _ordered(run, bands, sigmas, targets) + sampled + _directional(run, kappas, dimension or 0)
+        rows = [] if bands else _sampled(run.fails, share, steps, sigmas, targets, accountants, noise)
+        rows = _ordered(run, bands, sigmas, targets) + rows + _directional(run, kappas, dimension or 0)
     about = {"delta": run.fails, "rate": share, "steps": steps, "examples": examples, "epochs": epochs, "noise": noise}
     _planned(about, rows, accountants, as_json)
 

@@ -182,12 +182,12 @@ def returned(old: Mapping[str, Any], new: Record, left_out: Container[str] = ())
     word, says, ended = EQUAL if exact else CLOSE, "all scores came back", _ended(old)
     if differs:
         word, says = DIFFERENT, "; ".join(differs)
+    elif ended not in (SCORED, GAVE_UP):
+        word, says = NOTHING, f"no score{_reasons(old, now)}"
+    elif not compared:
+        word, says = NOTHING, "no metric of the run can be computed here"
     elif ended == GAVE_UP:
         says = f"it gave up again{_reasons(old, now)}"
-    elif ended != SCORED:
-        word, says = NOTHING, f"no score{_reasons(old, now)}"
-    if not differs and ended in (SCORED, GAVE_UP) and not compared:
-        word, says = NOTHING, "no metric of the run can be computed here"
     return Returned(new.attack, new.defense, str(old["key"]), word, says)
 
 

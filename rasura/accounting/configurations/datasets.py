@@ -13,7 +13,8 @@ _SAME = ("int", "tolist", "item")
 _TOLD = ("str", "print", "is_tensor", "isinstance", "type", "format", "__getitem__")
 """Calls that may take the number of a row: those that name it, and the same method of another data set."""
 
-_TABLES = ("dict", "defaultdict", "Counter", "zip")
+_TABLES = ("dict", "defaultdict", "Counter")
+"""Calls that make a dictionary, beside its display."""
 
 
 def classes_of(scopes: Scopes, node: ast.expr) -> Iterator[ast.ClassDef]:
@@ -23,24 +24,16 @@ def classes_of(scopes: Scopes, node: ast.expr) -> Iterator[ast.ClassDef]:
         yield from _inherited(scopes, one, {one})
 
 
-def bases(scopes: Scopes, node: ast.ClassDef) -> set[str]:
-    """The names of the classes that a class inherits from, as they were before an import gave them others."""
-    return {scopes.original(one) for one in node.bases}
-
-
 def picks(node: ast.ClassDef) -> bool:
     """Whether a class may give a row more than once, or make one of several: it does anything with the number of a row but
     take the row of that number."""
-    return any(
-        not _whole(node, one, 1, frozenset())
-        for one in node.body
-        if isinstance(one, ast.FunctionDef) and one.name in ("__getitem__", "__getitems__")
-    )
+    own = methods(node)
+    return any(not _whole(node, own[name], 1, frozenset()) for name in ("__getitem__", "__getitems__") if name in own)
 
 
-def iterates(node: ast.ClassDef) -> list[ast.FunctionDef]:
-    """The generators of a class that give its rows one after another."""
-    return [one for one in node.body if isinstance(one, ast.FunctionDef) and one.name == "__iter__"]
+def methods(node: ast.ClassDef) -> dict[str, ast.FunctionDef]:
+    """The methods of a class by their names."""
+    return {one.name: one for one in node.body if isinstance(one, ast.FunctionDef)}
 
 
 def sources(node: ast.ClassDef) -> tuple[list[ast.expr], bool]:
@@ -117,9 +110,8 @@ def _used_whole(owner: ast.ClassDef, node: ast.Name, parents: dict[ast.AST, ast.
     if isinstance(around, ast.Call) and child in around.args:
         if last_name(around.func) in _TOLD:
             return True
-        methods = {one.name: one for one in owner.body if isinstance(one, ast.FunctionDef)}
         own = isinstance(around.func, ast.Attribute) and ast.unparse(around.func.value) == "self"
-        called = methods.get(last_name(around.func)) if own else None
+        called = methods(owner).get(last_name(around.func)) if own else None
         return called is not None and _whole(owner, called, 1 + around.args.index(child), seen)  # type: ignore[arg-type]
     return isinstance(around, ast.FormattedValue | ast.Dict | ast.Return)
 

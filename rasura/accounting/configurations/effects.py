@@ -29,18 +29,8 @@ _BACK = (
     "check_output", "check_call", "communicate", "system", "genfromtxt", "memmap", "connect", "execute", "which",
 )  # fmt: skip
 _BEGINNINGS = (
-    "read",
-    "load",
-    "fetch",
-    "from",
-    "parse",
-    "getsize",
-    "getmtime",
-    "getctime",
-    "getatime",
-    "getenv",
-    "getoutput",
-)
+    "read", "load", "fetch", "from", "parse", "getsize", "getmtime", "getctime", "getatime", "getenv", "getoutput",
+)  # fmt: skip
 """Names of what may read a file, a process or a database, and how others begin."""
 
 _CLOSED = frozenset((

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Sequence
 
-from rasura.accounting.configurations.datasets import bases, classes_of, iterates, picks, sources
+from rasura.accounting.configurations.datasets import classes_of, methods, picks, sources
 from rasura.accounting.configurations.scopes import Scopes, Variable, root
 
 _REPEATING = (
@@ -188,8 +188,9 @@ def _rows_of(scopes: Scopes, maker: ast.FunctionDef | ast.ClassDef) -> tuple[lis
 
 def _class_repeats(scopes: Scopes, node: ast.ClassDef) -> bool:
     """Whether the methods of a data set may give a row more than once, or those of what it inherits from."""
-    inherited = bases(scopes, node) & {*_REPEATING, *_PLACING}
-    return bool(inherited) or picks(node) or any(_yields_again(one) for one in iterates(node))
+    joins = any(scopes.original(one) in (*_REPEATING, *_PLACING) for one in node.bases)
+    given = methods(node).get("__iter__")
+    return joins or picks(node) or (given is not None and _yields_again(given))
 
 
 def _makers(scopes: Scopes, value: ast.expr) -> Iterator[ast.FunctionDef]:

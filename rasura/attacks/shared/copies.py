@@ -23,9 +23,8 @@ def named_once(tokens: Texts, types: Types | None) -> Batch:
 
 def labels_once(tokens: Texts, types: Types | None, labels: Sequence[int] | None) -> tuple[int, ...] | None:
     """``labels`` of the texts that ``named_once`` names; None where copies of one differ: a weight looks like both."""
-    if labels is None or any(len({labels[row] for row in same}) > 1 for same in rows_of(tokens, types).values()):
-        return None
-    return tuple(labels[min(same)] for same in rows_of(tokens, types).values())
+    told = [] if labels is None else [{labels[row] for row in same} for same in rows_of(tokens, types).values()]
+    return tuple(min(same) for same in told) if told and all(len(same) == 1 for same in told) else None
 
 
 def one_fewer(tokens: Texts, types: Types | None) -> list[Batch]:
