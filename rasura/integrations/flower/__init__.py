@@ -8,10 +8,8 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,22 +22,12 @@ from rasura.integrations.flower.agreement import MIN_CLIENTS, Agreement, agree, 
 from rasura.integrations.flower.capture import Capture, as_tensors, check_folder
 from rasura.integrations.flower.collector import Collector, RoundFailed
 from rasura.integrations.flower.identities import UNKNOWN, load_identity, make_identity, read_identities
-from rasura.integrations.flower.library import (
-    ARRAYS,
-    EXAMPLES,
-    METRICS,
-    RECORD,
-    flower,
-    kept_here,
-    log,
-    record,
-    sent_bytes,
-    sent_metrics,
-    weighed,
-)  # fmt: skip
-from rasura.integrations.flower.rounds import Ticket, check_start, opened, protected
+from rasura.integrations.flower.library import ARRAYS, EXAMPLES, METRICS, RECORD, flower, kept_here, log, record
+from rasura.integrations.flower.refusals import REFUSED, SumRefused
+from rasura.integrations.flower.rounds import Opened, Ticket, opened, protected
 from rasura.integrations.flower.scales import Scale, block_scales, each, read_scale
 from rasura.integrations.flower.secure_sums import KEYS, TRAIN, Call, Masking, State, answered
+from rasura.integrations.flower.serving import Rounds
 
 __all__ = [
     "Agreement", "Capture", "ClientSetup", "RoundFailed", "agree", "block_scales", "check_folder",
@@ -74,7 +62,8 @@ def protection_mod(setup: Callable[[Any], ClientSetup]) -> Callable[[Any, Any, C
         try:
             return handled(message, context, call_next, app)
         except InputError as error:
-            return app.Message(app.Error(code=0, reason=f"rasura: {error}"), reply_to=message)
+            code = REFUSED if isinstance(error, SumRefused) else 0
+            return app.Message(app.Error(code=code, reason=f"rasura: {error}"), reply_to=message)
 
     def handled(message: Any, context: Any, call_next: Callable[[Any, Any], Any], app: Any) -> Any:
         with kept_here("setup"):
@@ -90,7 +79,7 @@ def protection_mod(setup: Callable[[Any], ClientSetup]) -> Callable[[Any, Any, C
         first = read_scale(told["first-scale"], client.agreement.start)
         ticket = Ticket(int(told["round"]), str(told["nonce"]), int(told["max-examples"]), first, told["aggregate"])
         received = as_tensors({n: a.numpy() for n, a in message.content[ARRAYS].items()})
-        before = opened(client.agreement, received, ticket.aggregate)
+        before = _opened(client.agreement, received, ticket.aggregate)
         masking = None if call is None else _masking(client, call, kept, ticket, before.weights)
         # Flower may give the same records to several clients.
         plain = app.RecordDict({k: v for k, v in message.content.items() if k not in (RECORD, ARRAYS)})
@@ -127,6 +116,17 @@ def _staged(client: ClientSetup, call: Call, kept: State, context: Any) -> Any:
     answer, state = answered(client.agreement, call, kept, client.identity)
     _keep(context, state)
     return app.RecordDict({RECORD: app.ConfigRecord({"message": answer})})
+
+
+def _opened(agreement: Agreement, clear: Mapping[str, Tensor], aggregate: bytes) -> Opened:
+    """The model. Raises ``SumRefused`` where there is a sum that does not open: the server counts such refusals."""
+    try:
+        return opened(agreement, clear, aggregate)
+    except Exception as error:
+        if not aggregate:
+            raise
+        why = str(error) if isinstance(error, InputError) else f"the sum could not be opened ({type(error).__name__})"
+        raise SumRefused(why) from None
 
 
 def _keep(context: Any, state: State | None) -> None:
@@ -172,129 +172,24 @@ def strategy(
 
     The strategy's ``figures`` hold, by round, the number of clients asked, counted and ``evaluated`` (who measured),
     the bytes to each client and from all, the seconds of waiting and the CPU seconds of adding. With noise, ``rho``
-    (concentrated differential privacy) is that of all rounds of the run so far. ``collector`` holds what the server knows.
+    (concentrated differential privacy) is that of all rounds of the run so far; ``lost`` is 1 where clients refused the sum.
+    ``collector`` holds what the server knows.
     ``ledger`` is a file that counts each round with noise before it is opened, and in which a later run counts on; or it is
     another run's ledger (``SumLedger.read`` of ``collector.ledger.state_dict()``).
 
     ``start`` takes no other ``initial_arrays`` than the agreed weights. Where keys seal anything, it refuses ``evaluate_fn``
     and returns no ``arrays``. Raises ``InputError`` for a secret context and for more clients than the keys fit, before
-    anything is sent, and ``RoundFailed`` for a round of fewer than ``min_clients`` valid updates.
+    anything is sent, and ``RoundFailed`` for a round of fewer than ``min_clients`` valid updates, and where
+    clients refuse two sums in a row.
     """
     _, strategies = flower()
     collector = Collector(agreement, min_clients, max_examples, first_scale, log, capture, allow_few_clients, earlier=ledger)
     options = {**dict.fromkeys(("min_train_nodes", "min_evaluate_nodes", "min_available_nodes"), min_clients), **options}
 
-    class Protected(_Protected, strategies.FedAvg):  # type: ignore[misc, name-defined]  # imported here alone
+    class Protected(Rounds, strategies.FedAvg):  # type: ignore[misc, name-defined]  # imported here alone
         pass
 
     scales = each(first_scale, agreement.start)
     stated = list(map(float, scales.values())) if isinstance(first_scale, Mapping) else float(first_scale)
     told = {"max-examples": max_examples, "first-scale": stated}
     return Protected(agreement, collector, capture, told, **options)
-
-
-_Base: Any = object
-
-
-class _Protected(_Base):  # type: ignore[misc]  # its other base is Flower's FedAvg, which ``strategy`` adds
-    """What ``strategy`` does otherwise than FedAvg; ``told``: what each ticket says beside what its round says."""
-
-    def __init__(
-        self, agreement: Agreement, collector: Collector, capture: Capture | None, told: dict[str, Any], **options: Any
-    ) -> None:
-        super().__init__(**options)
-        self.agreement, self.collector, self.capture, self.told = agreement, collector, capture, told
-        self.figures: dict[int, dict[str, float]] = {}
-        self.timeout, self.stage_bytes = 3600.0, 0
-
-    def start(self, grid: Any, initial_arrays: Any = None, **rest: Any) -> Any:
-        if initial_arrays is not None:
-            check_start(self.agreement, as_tensors({n: a.numpy() for n, a in initial_arrays.items()}))
-        if self.agreement.sealed and rest.get("evaluate_fn") is not None:
-            raise InputError(
-                "evaluate_fn would measure a model that the server does not have: it is sealed; let clients do it"
-            )
-        self.timeout = rest.get("timeout", 3600.0)
-        return super().start(grid, record(self.agreement.start), **rest)
-
-    def _ask(self, grid: Any, number: int, stage: str, data: Mapping[int, bytes]) -> list[tuple[int, object]]:
-        """One stage of a secure sum: what each client answers; nothing of those who do not."""
-        app, _ = flower()
-        config = app.ConfigRecord({"server-round": number})
-        messages = []
-        for node, one in data.items():
-            content = {self.configrecord_key: config, RECORD: app.ConfigRecord(self._call(stage, number, one))}
-            messages.append(app.Message(app.RecordDict(content), message_type="train", dst_node_id=node))
-        replies = list(grid.send_and_receive(messages, timeout=self.timeout))
-        for reply in replies:
-            if reply.has_error():
-                log(f"round {number}: client {reply.metadata.src_node_id} failed at the stage {stage}: {reply.error.reason}")
-        found = [(r.metadata.src_node_id, sent_bytes(r)) for r in replies if not r.has_error()]
-        self.stage_bytes += sum(map(len, data.values())) + sum(len(d) for _, d in found if isinstance(d, bytes))
-        return found
-
-    def _call(self, stage: str, number: int, data: bytes) -> dict[str, Any]:
-        secure = self.collector.secure
-        assert secure is not None  # the collector made it before it asks
-        return {"stage": stage, "round": number, "data": data, "session": secure.session, "model": secure.model}
-
-    def _ticketed(self, number: int, messages: Iterable[Any], inboxes: Mapping[int, bytes] | None = None) -> list[Any]:
-        app, _ = flower()
-        arrays, out = record(self.collector.visible()), []
-        for message in messages:
-            ticket = self.collector.ticket(number, message.metadata.dst_node_id)
-            told = {**self.told, "round": number, "nonce": ticket.nonce, "aggregate": ticket.aggregate}
-            if inboxes is not None:
-                told |= self._call(TRAIN, number, inboxes[message.metadata.dst_node_id])
-            # One RecordDict is shared by all messages of a round.
-            config = app.ConfigRecord(dict(message.content[self.configrecord_key]))
-            content = {ARRAYS: arrays, self.configrecord_key: config, RECORD: app.ConfigRecord(told)}
-            kind, node = message.metadata.message_type, message.metadata.dst_node_id
-            out.append(app.Message(app.RecordDict(content), message_type=kind, dst_node_id=node))
-        return out
-
-    def configure_train(self, server_round: int, arrays: Any, config: Any, grid: Any) -> list[Any]:
-        count = max(int(len(list(grid.get_node_ids())) * self.fraction_train), self.min_train_nodes)
-        if server_round == 1:
-            self.collector.check_clients(count)
-        messages, inboxes = list(super().configure_train(server_round, arrays, config, grid)), None
-        self.stage_bytes = 0
-        if self.agreement.masked:
-            nodes = [m.metadata.dst_node_id for m in messages]
-            inboxes = self.collector.begin(server_round, nodes, partial(self._ask, grid, server_round))
-            messages = [m for m in messages if m.metadata.dst_node_id in inboxes]
-        if self.capture is not None:
-            self.capture.model(server_round, self.collector.clear)
-        # Clients that join later wait for a place: the run goes on.
-        sent = self._ticketed(server_round, messages[: self.collector.max_clients], inboxes)
-        clear = sum(t.numel() * t.element_size() for t in self.collector.visible().values())
-        down = clear + len(self.collector.aggregate) + max(map(len, (inboxes or {}).values()), default=0)
-        self.figures[server_round] = {"asked": len(sent), "bytes_down": down, "start": time.time()}
-        return sent
-
-    def aggregate_train(self, server_round: int, replies: Iterable[Any]) -> tuple[Any, Any]:
-        valid, _ = self._check_and_log_replies(replies, is_train=True, validate=False)
-        sent = [(m, sent_metrics(m)) for m in valid]
-        triples = [(m.metadata.src_node_id, sent_bytes(m), found.get(EXAMPLES, 0)) for m, found in sent]
-        told = self.figures[server_round]
-        told["bytes_up"] = sum(len(data) for _, data, _ in triples if isinstance(data, bytes))
-        told["waited_seconds"] = time.time() - told.pop("start")
-        begun = time.process_time()
-        counted = set(self.collector.collect(triples))
-        told |= {"counted": len(counted), "adding_cpu_seconds": time.process_time() - begun}
-        told["other_stages_bytes"] = self.stage_bytes
-        if self.collector.ledger.rounds:
-            told["rho"] = self.collector.ledger.rho
-        kept = [f for m, f in sent if m.metadata.src_node_id in counted]
-        # Of a sealed model the server has no more than a mixture with the public start.
-        found = None if self.agreement.sealed else record(self.collector.clear)
-        return found, weighed(kept, f"round {server_round}, training")[0]
-
-    def configure_evaluate(self, server_round: int, arrays: Any, config: Any, grid: Any) -> list[Any]:
-        return self._ticketed(server_round, super().configure_evaluate(server_round, arrays, config, grid))
-
-    def aggregate_evaluate(self, server_round: int, replies: Iterable[Any]) -> Any:
-        valid, _ = self._check_and_log_replies(replies, is_train=False, validate=False)
-        found = [sent_metrics(m) for m in valid]
-        means, self.figures[server_round]["evaluated"] = weighed(found, f"round {server_round}, evaluation")
-        return means

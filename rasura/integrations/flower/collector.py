@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import secrets
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,17 +24,27 @@ from rasura.defenses.secure_aggregation.noise import NORM
 from rasura.defenses.secure_aggregation.server import RoundEnded
 from rasura.integrations.flower.agreement import MIN_CLIENTS, Agreement, check_few, check_sums, few, read_scales
 from rasura.integrations.flower.identities import UNKNOWN
+from rasura.integrations.flower.refusals import Failure, grouped, one_line
 from rasura.integrations.flower.rounds import Ticket, told_of_weights
 from rasura.integrations.flower.scales import Scale, each
 from rasura.integrations.flower.secure_sums import Ask, SecureSums, terms_digest
 
 
 class RoundFailed(RuntimeError):
-    """Too few clients sent a valid update. The message gives the reason for each of the others."""
+    """Too few clients sent a valid update, or clients refuse one sum after the other. The message gives the reasons."""
 
 
 Taken = tuple[int, Message, float]
 """A node, its message and its share."""
+
+
+@dataclass(frozen=True)
+class Sum:
+    """What the server holds after a round: the clear part of the model, and the sum that it cannot read."""
+
+    round: int
+    clear: dict[str, Tensor]
+    aggregate: bytes
 
 
 @dataclass
@@ -43,8 +53,9 @@ class Collector:
 
     ``agreement.keys`` is the public context; a secret one is refused. ``min_clients``: how many clients a round needs, at
     least ``MIN_CLIENTS`` unless ``allow_few_clients``: in a sum of few clients, each learns about the others. ``seen`` is
-    called with every valid message. ``ledger`` counts the rounds whose sum had noise. A run that goes on from another
-    counts on in ``earlier``, a ledger or its file; ``InputError`` for one of other sums.
+    called with every valid message. ``lost``: the rounds whose sum clients refused. ``ledger`` counts the rounds whose sum
+    had noise. A run that goes on from another counts on in ``earlier``, a ledger or its file; ``InputError`` for one of
+    other sums.
     """
 
     agreement: Agreement
@@ -61,6 +72,10 @@ class Collector:
     secure: SecureSums | None = None
     earlier: SumLedger | str | Path | None = None
     ledger: SumLedger = field(init=False)
+    lost: list[int] = field(default_factory=list)
+    _sum_of: int = 0  # the round of the latest sum
+    _opened_before: Sum | None = None  # the sum before it, from which clients trained
+    _again: bool = False  # whether clients refused a sum, and have trained from no newer one since
 
     def __post_init__(self) -> None:
         self.clear = dict(self.agreement.start)
@@ -148,12 +163,46 @@ class Collector:
         del self.tickets[node]
         return message, share
 
-    def collect(self, replies: Sequence[tuple[int, object, float]]) -> list[int]:
-        """Take a round's ``replies`` (node, bytes, examples); the nodes whose update counts, in order.
+    def judged(self, answered: Iterable[int], failed: Iterable[Failure]) -> bool:
+        """Whether the clients refuse the latest sum; the server then goes back to the sum before it, and its round is lost.
+
+        ``answered`` are the nodes that went on from the sum, ``failed`` the replies with an error. It takes as many refusals
+        as a round needs clients, and more than went on: one client's refusal may be false. Each is logged. Raises
+        ``RoundFailed`` if clients refused the sum before, too, or had opened this one.
+        """
+        refused = {f.node: f.why for f in failed if f.refused and f.node in self.tickets} if self.aggregate else {}
+        if not refused:
+            return False
+        others = set(answered).intersection(self.tickets) - set(refused)
+        told = (
+            f"round {self.round}: {len(refused)} clients refuse the sum of round {self._sum_of}, {len(others)} went on from "
+            f"it ({grouped(refused.items())})"
+        )
+        if len(refused) < self.min_clients or len(refused) <= len(others):
+            self.log(f"{told}; it is kept, since going back takes {self.min_clients} refusals, and more than went on")
+            return False
+        before = self._opened_before
+        if before is None:
+            raise RoundFailed(f"{told}, which clients had opened before")
+        self.lost.append(self._sum_of)
+        self.clear, self.aggregate, self._sum_of, self._opened_before = before.clear, before.aggregate, before.round, None
+        kept = f"what round {before.round} left" if before.round else "the start"
+        told = f"{told}; round {self.lost[-1]} is lost, and the server goes back to {kept}"
+        if self._again:
+            raise RoundFailed(f"{told}, for the second time")
+        self._again = True
+        self.log(told)
+        return True
+
+    def collect(self, replies: Sequence[tuple[int, object, float]], failed: Sequence[Failure] = ()) -> list[int]:
+        """Take a round's ``replies`` (node, bytes, examples), and those that ``failed``; the nodes whose update counts, in
+        order. None counts where clients refuse the sum that they were to train from (``judged``).
 
         A client with any fault is refused with a logged reason: nothing from it enters the aggregate, and the others
         continue. Raises ``RoundFailed`` if fewer than ``min_clients`` are left; the server's state is then unchanged.
         """
+        if self.judged([node for node, _, _ in replies], failed):
+            return []
         taken: list[Taken] = []
         refused: list[tuple[int, str]] = []
         for node, data, examples in replies:
@@ -172,7 +221,7 @@ class Collector:
         for node, why in refused:
             self.log(f"round {self.round}: client {node} is left out: {why}")
         if len(counted) < self.min_clients:
-            reasons = "; ".join(f"client {n}: {why}" for n, why in refused) or "the others did not answer"
+            reasons = grouped([*refused, *((f.node, f.why) for f in failed)]) or "the others did not answer"
             raise RoundFailed(
                 f"round {self.round}: {len(counted)} updates are valid, but at least {self.min_clients} are "
                 f"needed ({reasons})"
@@ -193,8 +242,9 @@ class Collector:
             for _, message, share in counted:
                 step += message.gradients[name].double() * (share / shares)
             clear[name] = (before.double() - step - summed.get(name, 0.0)).to(before.dtype)
-        self.clear = clear
         if self.agreement.sealed:
+            self._again = self._again and self._opened_before is None
+            self._opened_before = Sum(self._sum_of, self.clear, self.aggregate)
             header: dict[str, Parameter] = {
                 "start": self.agreement.start_digest, "mask": self.agreement.mask_digest, "key": self.agreement.keys.key,
                 "clients": len(counted), "shares": float(shares), "scales": counted[0][1].header["scales"],
@@ -202,6 +252,7 @@ class Collector:
             scheme = self.agreement.keys.parameters.scheme
             sealed = {f"{scheme}/{k:06d}": data for k, data in enumerate(sums.ciphertexts)}
             self.aggregate = to_bytes(Message({}, {}, sealed, "aggregate", header))
+        self.clear, self._sum_of = clear, self.round
         return [node for node, _, _ in counted]
 
     def _added(self, taken: Sequence[Taken], refused: list[tuple[int, str]]) -> tuple[list[Taken], Any]:
@@ -237,12 +288,8 @@ class Collector:
         return sealing.unflattened(total, nothing, {n: ~m for n, m in self.agreement.masked.items()})
 
 
-LONGEST_REASON = 300
-
-
 def _reason(error: Exception) -> str:
-    """Why a client is left out, in one line of bounded length: a stranger wrote part of it."""
+    """Why a client is left out."""
     if not isinstance(error, InputError):
         return f"its message could not be read ({type(error).__name__})"
-    line = "".join(c if c.isprintable() else " " for c in str(error))
-    return line if len(line) <= LONGEST_REASON else line[: LONGEST_REASON - 1] + "…"
+    return one_line(str(error))
