@@ -221,6 +221,9 @@ def show(defense: str, one: dict[str, Any]) -> None:
     """One line a round."""
     for r, figures in one["rounds"].items():
         server, sent, judged = figures["server"], figures["train"], figures["evaluate"]
+        if not server["counted"]:
+            print(f"{defense} round {r}: none counted, since clients refuse the sum of the round before", flush=True)
+            continue
         measured = "accuracy not measured"
         if judged:
             measured = f"accuracy {judged['accuracy']:.4f}, loss {judged['loss']:.4f} by {server['evaluated']} clients"
