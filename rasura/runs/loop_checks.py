@@ -20,7 +20,7 @@ from rasura.runs.drawing import DrawnLoader, OrderedLoader, numbered
 from rasura.runs.earlier import LEDGER
 from rasura.runs.guard import guarded
 from rasura.victims.fixed_order import FixedOrder, ordered
-from rasura.victims.train import local
+from rasura.victims.trainable import local
 
 PERSONS = "a guarantee for persons needs dp-sgd or normalised, and batches drawn by Poisson sampling"
 

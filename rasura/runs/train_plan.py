@@ -19,7 +19,7 @@ from rasura.runs.gradient_canaries import LEAST
 from rasura.runs.noise_target import SOLVED, noiseless, solved_all, with_noise
 from rasura.victims.fixed_order import check_ordered
 from rasura.victims.recipe import Recipe
-from rasura.victims.train import local
+from rasura.victims.trainable import local
 from rasura.victims.weights import task_for
 
 

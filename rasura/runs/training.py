@@ -48,7 +48,8 @@ from rasura.victims.loading import Victim, load, with_one_label
 from rasura.victims.outputs import check_predicted, nats, predictions
 from rasura.victims.protected_rows import protected
 from rasura.victims.step import defended
-from rasura.victims.train import FineTuning, enough
+from rasura.victims.train import FineTuning
+from rasura.victims.trainable import enough
 from rasura.victims.weights import classes_for
 
 
@@ -177,7 +178,7 @@ class Training:
             model, rows, parts, replace(plan.recipe, seed=seed), place, task=victim.task, vocabulary=vocabulary,
             evaluate=lambda m: self._figures(m, held), watched=watched, higher=HIGHER_IS_BETTER[watched],
             poisson=assumes_poisson(ledger.defense), secret=plan.recipe.noise == "secure" and carries(mechanisms),
-            ledger=ledger, owners=self._owners(parts), canaries=canaries,
+            ledger=ledger, owners=self._owners(parts), canaries=canaries, asked=held,
         )  # fmt: skip
         history = run.run(
             None if progress is None else lambda done, total, told: progress(f"{defense}: batch", done, total, told)

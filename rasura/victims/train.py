@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from rasura.accounting import Draw, Ledger
-from rasura.core.accumulation import counted, gathered, needed_tokens
+from rasura.core.accumulation import counted, gathered
 from rasura.core.batches import Batch
 from rasura.core.files import make_private, write_whole
 from rasura.core.interfaces import Defense, InputError, NotApplicable
@@ -22,9 +23,11 @@ from rasura.core.rng import Randomness, SecretGenerator, generator, secret_gener
 from rasura.core.values import Stage, Task, Vocabulary
 from rasura.victims.batching import batches, by_person, drawn, joined, none_of
 from rasura.victims.fixed_order import FixedOrder, ordered
+from rasura.victims.frozen_states import kept_states
 from rasura.victims.history import Canaries, History, Progress, checked, diverged, unstored
 from rasura.victims.recipe import Recipe
 from rasura.victims.step import Kept, defended, step
+from rasura.victims.trainable import enough, local
 
 
 class FineTuning:
@@ -34,7 +37,7 @@ class FineTuning:
     larger is better. ``poisson``: batches are drawn by Poisson sampling; ``secret``: the randomness of training comes from
     the operating system. ``ledger`` counts the releases; it is kept with the checkpoints. ``owners``: the number of the
     person of each row; persons are then drawn, each with all of their rows, and aggregated in place of texts. ``canaries``
-    join every step, and are kept with the checkpoints as the ledger is.
+    join every step, and are kept with the checkpoints as the ledger is. ``asked``: the texts that ``evaluate`` measures on.
     """
 
     def __init__(
@@ -55,12 +58,13 @@ class FineTuning:
         ledger: Ledger | None = None,
         owners: Sequence[int] | None = None,
         canaries: Canaries | None = None,
+        asked: Sequence[Batch] = (),
     ) -> None:
         if owners is not None and not poisson:
             raise InputError("persons are drawn by Poisson sampling alone; train with dp-sgd or normalised")
         self.poisson, self.secret, self.ledger, self.canaries = poisson, secret, ledger, canaries
         self.persons = None if owners is None else by_person(owners)
-        self.model, self.rows, self.recipe, self.folder = model, rows, recipe, folder
+        self.model, self.rows, self.recipe, self.folder, self.asked = model, rows, recipe, folder, asked
         self.defense = tuple(p for p in local(defense) if p.stage is not Stage.DATA)
         self.task, self.vocabulary = task, vocabulary
         self.evaluate, self.watched, self.higher = evaluate, watched, higher
@@ -91,15 +95,25 @@ class FineTuning:
         from safetensors.torch import load_file
 
         self._resume()
-        while not self.history.finished(self.recipe):
-            loss = self._epoch(self.history.epoch, progress)
-            held = checked(self.evaluate(self.model), self.history.epoch + 1, self.recipe.learning_rate)
-            self._book({"train_loss": loss, **held, **self._spent()})
+        with self._with_kept_states():
+            while not self.history.finished(self.recipe):
+                loss = self._epoch(self.history.epoch, progress)
+                held = checked(self.evaluate(self.model), self.history.epoch + 1, self.recipe.learning_rate)
+                self._book({"train_loss": loss, **held, **self._spent()})
         if self.ledger is not None and self.history.epoch < self.recipe.epochs:
             self.ledger.end()  # figures of its models ended it
         if self.recipe.keep == "best" and self.history.best_epoch not in (0, self.history.epoch):
             self._put(load_file(str(self.folder / "best.safetensors")))
         return self.history
+
+    def _with_kept_states(self) -> AbstractContextManager[None]:
+        """A context in which frozen blocks are computed once, not in every epoch, where epochs are left to gain from it."""
+        left = 0 if self.history.finished(self.recipe) else self.recipe.epochs - self.history.epoch
+        freezes = any(p.mechanism.name == "frozen-blocks" for p in self.defense)
+        if left < 2 or not freezes or self.recipe.precision != "float32":
+            return nullcontext()
+        with defended(self.model, self.defense):
+            return kept_states(self.model, [*self.rows, *self.asked], self.vocabulary.pad_id or 0)
 
     def _spent(self) -> dict[str, float]:
         """Epsilon of the releases made so far, where there is a guarantee."""
@@ -273,27 +287,3 @@ class FineTuning:
         write_whole(self.folder / "result.json", json.dumps(result, indent=1) + "\n")
         for name in ("last.safetensors", "best.safetensors"):
             (self.folder / name).unlink(missing_ok=True)
-
-
-def local(defense: Defense) -> Defense:
-    """``defense``, if a single machine can train under it. Raises ``InputError`` for sealing, which would never be decrypted
-    there."""
-    if any(p.mechanism.name == "sealing" for p in defense):
-        raise InputError(
-            "sealing hides entries from a server that adds up what clients send. When one machine trains alone, "
-            "these entries would be zeros and their weights would not learn. Leave sealing out here; for "
-            "clients use rasura.integrations.flower"
-        )
-    return defense
-
-
-def enough(defense: Defense, model: nn.Module, rows: Sequence[Batch]) -> int:
-    """How many different tokens a step needs under ``defense``; 0 for any number. Raises ``InputError`` if ``rows`` have
-    fewer."""
-    needed = needed_tokens((p.mechanism for p in defense), model)
-    if needed and (there := len(counted(rows))) < needed:
-        raise InputError(
-            f"the training texts hold {there} different tokens, but accumulate waits for {needed}, "
-            "so no step would be taken; pass more texts"
-        )
-    return needed
