@@ -13,6 +13,7 @@ import transformers
 from audit_setting import model_folder
 from commands import rasura_command, refused
 
+from rasura.accounting.one_run import one_run_bound
 from rasura.core.errors import InputError
 from rasura.data.columns import Columns
 from rasura.data.text import Example, load_examples
@@ -61,7 +62,8 @@ def test_a_model_that_learned_its_texts_by_heart_is_caught(tmp_path: Path, model
 
     out = trained(base, folder / "train.jsonl", tmp_path / "model", 500, num_labels=8)
     found = measure(folder, str(out), base=str(base), delta=1e-5, guesses=40)
-    assert found.bound.right > 26 and found.bound.epsilon > 0.1 and found.gaussian.epsilon > found.bound.epsilon
+    assert found.bound.right > 26 and found.bound.epsilon > 0.1
+    assert found.gaussian is not None and found.gaussian.epsilon > found.bound.epsilon
     told = ("canaries", "measure", folder, "--model", out, "--guesses", 40)
     done = rasura_command(*told, "--epsilon", 0.1, "--delta", 1e-5, "--json")
     again = json.loads(done.stdout)
@@ -70,6 +72,21 @@ def test_a_model_that_learned_its_texts_by_heart_is_caught(tmp_path: Path, model
     assert done.returncode == 0 and "guesses right, on 80 canaries (chance: 20)" in done.stdout
     done = rasura_command(*told, "--epsilon", 0.1)
     assert done.returncode == 2 and "also pass --delta" in done.stderr
+
+
+def test_a_pure_epsilon_is_measured_without_what_gaussian_noise_would_do(tmp_path: Path, model_folder: Path) -> None:
+    """A delta of 0 was refused, though one bound is defined there: no finite epsilon holds for Gaussian noise."""
+    base, folder = tmp_path / "base", tmp_path / "canaries"
+    transformers.AutoTokenizer.from_pretrained(model_folder).save_pretrained(base)
+    tiny("bert", "classification", num_labels=2).save_pretrained(base)
+    draw(str(base), None, 20, folder, task="classification")
+    found = measure(folder, str(base), base=None, delta=0.0)
+    assert found.gaussian is None and found.to_dict()["gaussian_epsilon"] is None
+    assert found.bound == one_run_bound(20, 4, found.bound.right)
+    told = ("canaries", "measure", folder, "--model", base, "--delta", 0, "--epsilon", 1)
+    done = rasura_command(*told)
+    assert done.returncode == 0 and "at delta 0 (confidence" in done.stdout and "Gaussian" not in done.stdout
+    assert json.loads(rasura_command(*told, "--json").stdout)["gaussian_epsilon"] is None
 
 
 def test_texts_keep_the_classes_that_the_model_names(tmp_path: Path, model_folder: Path) -> None:

@@ -104,7 +104,8 @@ def measure(
             f"{bound.right} of {bound.guesses} guesses right, on {bound.canaries} canaries (chance: {bound.guesses / 2:g})"
         )
         out.print(f"epsilon is at least {below(bound.epsilon)} at delta {bound.delta:g} (confidence {bound.confidence:g})")
-        out.print(f"if the training hides a text as Gaussian noise does: at least {below(found.gaussian.epsilon)}")
+        if found.gaussian is not None:
+            out.print(f"if the training hides a text as Gaussian noise does: at least {below(found.gaussian.epsilon)}")
         if found.exposure is not None:
             out.print(f"exposure: {found.exposure:.2f} bits on average; texts left out: {found.chance:.2f}")
         if (told := found.extracted) is not None:
@@ -113,7 +114,7 @@ def measure(
                 f"those left out {told.left_out} of {told.others}"
             )
         if not bound.epsilon:
-            start = "Without that assumption the" if found.gaussian.epsilon else "The"
+            start = "Without that assumption the" if found.gaussian is not None and found.gaussian.epsilon else "The"
             out.print(f"{start} guesses show nothing. That does not prove that the training is private.")
         if refuted:
             out.print(f"The stated epsilon {epsilon:g} at delta {bound.delta:g} is refuted.", style="bold")

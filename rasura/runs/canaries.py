@@ -151,21 +151,23 @@ class Extracted:
 
 @dataclass(frozen=True)
 class Measured:
-    """What one trained model shows: the bound for any training, and the one that assumes Gaussian noise.
+    """What one trained model shows: the bound for any training, and the one that assumes Gaussian noise, which is None at a
+    delta of 0: no epsilon holds for such noise there.
 
     ``exposure``: the mean exposure of the canaries that were trained on, in bits; ``chance``: that of the others. Both are
     None where all coins fell alike. ``extracted``: None for a classifier.
     """
 
     bound: LowerBound
-    gaussian: LowerBound
+    gaussian: LowerBound | None
     exposure: float | None
     chance: float | None
     extracted: Extracted | None
 
     def to_dict(self) -> dict[str, object]:
         """Plain values."""
-        more = {"gaussian_epsilon": self.gaussian.epsilon, "exposure": self.exposure, "exposure_by_chance": self.chance}
+        gaussian = None if self.gaussian is None else self.gaussian.epsilon
+        more = {"gaussian_epsilon": gaussian, "exposure": self.exposure, "exposure_by_chance": self.chance}
         return {**vars(self.bound), **more, "extracted": None if self.extracted is None else vars(self.extracted)}
 
 
@@ -211,7 +213,8 @@ def measure(
     told, chance = (
         float(bits[some].mean()) if some.any() and not np.isnan(bits).any() else None for some in (included, ~included)
     )
-    return Measured(one_run_bound(*figures), gaussian_run_bound(*figures), told, chance, _extracted(said, included))
+    bound, gaussian = one_run_bound(*figures), gaussian_run_bound(*figures) if delta else None
+    return Measured(bound, gaussian, told, chance, _extracted(said, included))
 
 
 def _answers(victim: Victim, task: Task, examples: Sequence[Example]) -> Answers:
