@@ -18,9 +18,6 @@ from rasura.victims.batching import joined
 LIMIT = 1 << 30
 """Most bytes of states that are kept; of more texts, none are."""
 
-TEXTS = 32
-"""Texts in one pass while states are computed."""
-
 INPUTS = {"input_ids", "attention_mask", "token_type_ids", "labels"}
 """What a model may be given for its states to be those of its tokens alone."""
 
@@ -60,8 +57,9 @@ def _keys(ids: Tensor, places: Tensor, types: Tensor | None) -> list[Key]:
     ]
 
 
-def kept_states(model: nn.Module, rows: Sequence[Batch], pad: int) -> AbstractContextManager[None]:
+def kept_states(model: nn.Module, rows: Sequence[Batch], pad: int, together: int) -> AbstractContextManager[None]:
     """A context in which ``model`` looks up what its frozen lower blocks make of ``rows``, one text each, padded by ``pad``.
+    They are computed here, ``together`` texts at a time.
 
     Blocks are frozen here if no trained parameter takes part in what they return, by autograd. Other texts are computed as
     ever, and so is everything where states are not those of the tokens alone: with dropout, with adapters, and in models of
@@ -72,9 +70,8 @@ def kept_states(model: nn.Module, rows: Sequence[Batch], pad: int) -> AbstractCo
         return nullcontext()
     blocks, device = _blocks(model), next(model.parameters()).device
     by_length = sorted(rows, key=lambda row: row.input_ids.shape[1])
-    trial = joined([by_length[0], by_length[len(rows) // 2], by_length[-1]], pad).to(device)
     with torch.enable_grad():
-        passed = _passed(model, blocks, trial)
+        passed = _passed(model, blocks, by_length[0].to(device))
     frozen = list(takewhile(lambda one: not one.state.requires_grad, passed))
     tupled = {one.tupled for one in frozen}
     if [one.number for one in passed] != list(range(len(blocks))) or len(tupled) != 1:
@@ -82,14 +79,16 @@ def kept_states(model: nn.Module, rows: Sequence[Batch], pad: int) -> AbstractCo
     state = frozen[-1].state
     if sum(row.input_ids.shape[1] for row in rows) * state.shape[-1] * state.element_size() > LIMIT:
         return nullcontext()
-    memory, plain = _Memory(len(frozen) - 1, tupled.pop()), _output(model, trial)
-    for start in range(0, len(rows), TEXTS):
-        batch = joined(by_length[start : start + TEXTS], pad).to(device)
+    memory = _Memory(len(frozen) - 1, tupled.pop())
+    for start in range(0, len(rows), together):
+        batch = joined(by_length[start : start + together], pad).to(device)
         with torch.no_grad():
             states = _passed(model, blocks, batch)[memory.last].state
         places = batch.attention_mask.bool()
         keys = _keys(batch.input_ids, places, batch.token_type_ids)
         memory.known |= {key: states[k][places[k]].clone() for k, key in enumerate(keys)}
+    trial = joined([by_length[0], by_length[len(rows) // 2], by_length[-1]], pad).to(device)
+    plain = _output(model, trial)
     with _looked_up(model, blocks, memory):
         same = torch.allclose(_output(model, trial), plain, rtol=1e-3, atol=1e-4)
     return _looked_up(model, blocks, memory) if same else nullcontext()

@@ -112,8 +112,9 @@ class FineTuning:
         freezes = any(p.mechanism.name == "frozen-blocks" for p in self.defense)
         if left < 2 or not freezes or self.recipe.precision != "float32":
             return nullcontext()
+        together = self.recipe.physical_batch_size or self.recipe.batch_size
         with defended(self.model, self.defense):
-            return kept_states(self.model, [*self.rows, *self.asked], self.vocabulary.pad_id or 0)
+            return kept_states(self.model, [*self.rows, *self.asked], self.vocabulary.pad_id or 0, together)
 
     def _spent(self) -> dict[str, float]:
         """Epsilon of the releases made so far, where there is a guarantee."""
