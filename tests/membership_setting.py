@@ -18,7 +18,7 @@ MIDDLE = {"mean": 0.5, "low": 0.37, "high": 0.63, "n": 60}
 
 def row(attack: str, status: str = "ok", auc: float = 0.5, defense: str = "dp-sgd:1.0", **more: Any) -> dict[str, Any]:
     scores = {"auc": {"mean": auc, "low": auc - 0.1, "high": auc + 0.1, "n": 60}, "leakage": {"mean": None},
-              "largest_leakage": {"mean": 0.1, "chance": 0.2, "n": 60}}  # fmt: skip
+              "largest_leakage": {"mean": 0.1, "chance": 0.2, "level": 0.975, "n": 60}}  # fmt: skip
     known = membership_adversaries(defense)
     return {
         "attack": attack, "status": status, "reason": "" if status == "ok" else "it broke",

@@ -144,12 +144,15 @@ def largest_leakage(scores: Sequence[float], members: Sequence[bool]) -> tuple[f
     return round(float((true - false).max()) * pairs) / pairs, coin_level(len(inside), len(outside))
 
 
+COIN = 0.975
+"""The share of draws in which guessing stays at or below ``coin_level``: it errs as often as one end of a 95 % interval."""
+
 EXACT = 4_000_000
 """Pairs of a member and another text up to which ``coin_level`` is counted; above, its limit is off by less than .1 %."""
 
 
 @lru_cache(maxsize=64)
-def coin_level(members: int, others: int, level: float = 0.95) -> float:
+def coin_level(members: int, others: int, level: float = COIN) -> float:
     """What the greatest TPR minus FPR of scores that say nothing stays at or below with a chance of ``level``.
 
     The law of Smirnov's one-sided statistic of two samples, by counting the orders in which ``members`` and ``others`` can

@@ -17,10 +17,12 @@ from rasura.report.membership_verdict import (
     conclusion,
     finds,
     headline,
+    level_of,
     of_texts,
     off,
     ranks,
     rates_of,
+    separates,
     silent,
     strongest,
     untrained,
@@ -195,20 +197,21 @@ def _checks(
 ) -> list[str]:
     if not done:
         return []
-    out = _without_the_model(done)
+    out, level = _without_the_model(done), level_of(done[0]["scores"])
     out.append(
         tell(
             "Each interval holds on its own, with 95 %. An attack that knows nothing seems to find members, by chance, in "
             "at most {share:g} % of runs.",
-            share=100 * by_chance(len(rates)),
+            share=100 * by_chance(len(rates), level),
         )
     )
     out.append(
         tell(
             "Leakage is the true minus the false positive rate at the attack's own threshold, as the papers report it; it "
             "may be negative. The largest over all thresholds is above 0 by chance: random guessing stays at or below "
-            "{chance:.3f} in 19 of 20 draws with this number of texts.",
+            "{chance:.3f} in {share:g} % of draws with this number of texts.",
             chance=float(done[0]["scores"]["largest_leakage"]["chance"]),
+            share=100 * level,
         )
     )
     if plan.get("n_repeated"):
@@ -261,6 +264,8 @@ def _word(scores: Mapping[str, Any], missing: Sequence[str], nothing: Sequence[s
         return tell("above guessing")
     if found := finds(scores):
         return tell("above guessing at {rate:g} % false alarms", rate=100 * rates_of(scores)[found[0]])
+    if separates(scores):
+        return tell("above guessing by its largest leakage")
     return tell("not told from guessing by this attack alone") if missing else tell("not told from guessing")
 
 

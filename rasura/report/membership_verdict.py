@@ -1,4 +1,4 @@
-"""What the attacks on a trained model say by their intervals: above guessing, above what an epsilon permits, or nothing. No
+"""What the attacks on a trained model say by their figures: above guessing, above what an epsilon permits, or nothing. No
 torch."""
 
 from __future__ import annotations
@@ -31,15 +31,28 @@ def finds(scores: Mapping[str, Any]) -> list[str]:
     return [name for name, fpr in rates_of(scores).items() if scores[name]["low"] > fpr]
 
 
+def separates(scores: Mapping[str, Any]) -> bool:
+    """Whether the largest leakage is above the level of chance. Scores of members that lie together amid those of others
+    separate them at a threshold, though the AUC is .5."""
+    largest = scores.get("largest_leakage")
+    return largest is not None and bool(largest["mean"] > largest["chance"])
+
+
 def above(scores: Mapping[str, Any]) -> bool:
-    """Whether ``scores`` are above guessing: one of their intervals excludes it. Everything that is said of an attack rests
-    on this. Scores that say nothing are above it with a chance of at most ``by_chance``."""
-    return ranks(scores) or bool(finds(scores))
+    """Whether ``scores`` are above guessing: an interval excludes it, or the largest leakage is above chance. All that is
+    said of an attack rests on this. Scores that say nothing are above it with a chance of at most ``by_chance``."""
+    return ranks(scores) or bool(finds(scores)) or separates(scores)
 
 
-def by_chance(rates: int) -> float:
-    """The chance with which ``above`` errs at most: 5 % by the AUC, which errs on either side, and 2.5 % by each rate."""
-    return 0.05 + 0.025 * rates
+def level_of(scores: Mapping[str, Any]) -> float:
+    """The share of draws in which guessing stays at or below the level of chance of ``separates``."""
+    return float(scores["largest_leakage"].get("level", 0.95))  # runs of before the level was stored
+
+
+def by_chance(rates: int, level: float) -> float:
+    """The chance with which ``above`` errs at most: 5 % by the AUC, which errs on either side, 2.5 % by each rate, and what
+    ``level`` leaves."""
+    return 0.05 + 0.025 * rates + 1 - level
 
 
 BY_SPLIT = ("words", "labels", "words_and_labels", "base")
@@ -88,7 +101,7 @@ def strongest(real: Sequence[Record]) -> Record:
 
 
 def conclusion(real: Sequence[Record], rates: Sequence[str], missing: Sequence[str], nothing: Sequence[str]) -> str:
-    """What the attacks that gave a figure say together: each beyond its interval, or nothing, if none is ``missing``.
+    """What the attacks that gave a figure say together: each above guessing, or nothing, if none is ``missing``.
     ``nothing``: why no figure says anything of the model (``silent``)."""
     if nothing:
         return _sentence(nothing)
@@ -97,9 +110,9 @@ def conclusion(real: Sequence[Record], rates: Sequence[str], missing: Sequence[s
     ranked = [r["attack"] for r in real if above(r["scores"])]
     if ranked:
         few = "There are too few texts to measure how many members are found at a low false positive rate."
-        with_one = tell("Above guessing: {attacks} separates members from others, and its interval excludes guessing.",
+        with_one = tell("Above guessing: {attacks} separates members from others beyond the level of chance.",
             attacks=ranked[0])  # fmt: skip
-        with_more = tell("Above guessing: {attacks} separate members from others, and their intervals exclude guessing.",
+        with_more = tell("Above guessing: {attacks} separate members from others beyond the level of chance.",
             attacks=", ".join(ranked))  # fmt: skip
         said = with_one if len(ranked) == 1 else with_more
         return said + (f" {recorded(few)}" if rates else "")

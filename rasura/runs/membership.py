@@ -26,7 +26,7 @@ from rasura.core.threat import MODEL_USER, adversary_copy, observe_model
 from rasura.core.unchanged import Lent, tensors_of
 from rasura.core.values import Grant
 from rasura.data.text import data_hash
-from rasura.metrics.membership import auc, largest_leakage, leakage, needed, roc, split_check, tpr_at
+from rasura.metrics.membership import COIN, auc, largest_leakage, leakage, needed, roc, split_check, tpr_at
 from rasura.registry import DEFENSES, MEMBERSHIP, membership_adversaries, membership_attack, parts
 from rasura.runs.attempt import MACHINE, Outcome, attempt, lacking, meddled, peak_mb
 from rasura.runs.described import of_model, own_code
@@ -249,7 +249,7 @@ class MembershipAudit:
         return {
             **{name: {**asdict(rate), **about} for name, rate in found.items()},
             "leakage": {**own, **about},
-            "largest_leakage": {"mean": most, "chance": chance, "n": len(values), **about},
+            "largest_leakage": {"mean": most, "chance": chance, "level": COIN, "n": len(values), **about},
         }
 
     def _curve(self, guess: Membership) -> list[tuple[float, float]]:
