@@ -64,9 +64,9 @@ def _own(score: Mapping[str, Any]) -> str:
     return tell("does not set a threshold") if score["mean"] is None else _auc(score)
 
 
-def _largest(score: Mapping[str, Any]) -> str:
-    value, chance = float(score["mean"]), float(score["chance"])
-    if value > chance:
+def _largest(scores: Mapping[str, Any]) -> str:
+    value, chance = (float(scores["largest_leakage"][name]) for name in ("mean", "chance"))
+    if separates(scores):
         return tell("{value:.3f} (above chance, {chance:.3f})", value=value, chance=chance)
     return tell("{value:.3f} (not above chance, {chance:.3f})", value=value, chance=chance)
 
@@ -81,7 +81,7 @@ def membership_findings(records: Sequence[Mapping[str, Any]], plan: Mapping[str,
     done = sorted((r for r in records if r["status"] == "ok"), key=lambda r: order[r["attack"]])
     rates = list(rates_of({m: None for r in done for m in r["scores"]}))
     rows = [
-        (r["attack"], _auc(s["auc"]), *(_rate(s[m]) for m in rates), _own(s["leakage"]), _largest(s["largest_leakage"]))
+        (r["attack"], _auc(s["auc"]), *(_rate(s[m]) for m in rates), _own(s["leakage"]), _largest(s))
         for r in done
         for s in (r["scores"],)
     ]
